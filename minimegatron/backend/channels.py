@@ -30,7 +30,6 @@ epochs (`FIRST_LANE_OF_NO_STEP`): there, a message stays until it is taken, what
 """
 
 import contextlib
-import select
 import socket
 import struct
 import threading
@@ -38,6 +37,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -110,7 +110,7 @@ class Connection:
         self.peer, self.epoch, self._timeout = peer, 0, timeout
         self.ask_timeout: Callable[[], float] | None = None
         """Says how long a wait may take, for a group whose time-out may change."""
-        self._socket, self._arena = met.connection, arena
+        self._socket = met.connection
         self._socket.settimeout(None)
         # In the kernel, not in Python: a socket with a Python time-out polls before each read.
         limit = struct.pack("ll", 0, int(BRIEFLY * 1e6))
@@ -118,7 +118,7 @@ class Connection:
         # A number, because Python's own way to combine flags takes longer than the call.
         self._flags = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         self._writer = Writer(met.connection, self._flags)
-        self._slots: dict[object, Slots] = {}
+        self._slots: defaultdict[object, Slots] = defaultdict(partial(Slots, arena))
         # Several threads may send; what comes in is guarded by `reader.lock`.
         self._sending = threading.RLock()
         self._incoming = Incoming(met.descriptor, peer)
@@ -128,9 +128,6 @@ class Connection:
         self._has_abandoned = False  # the last step
         self.number, self.is_open = met.connection.fileno(), True
         self.reference = weakref.ref(self)
-        self.poller = select.poll()
-        self.poller.register(self.number, select.POLLIN)
-        self.poller.register(reader.bell, select.POLLIN)
 
     @property
     def timeout(self) -> float:
@@ -234,10 +231,7 @@ class Connection:
         """
         num_bytes = tensor.numel() * tensor.element_size()
         with self._sending:
-            slots = self._slots.get(channel)
-            if slots is None:
-                slots = self._slots[channel] = Slots(self._arena)
-            slot, retired = slots.take(num_bytes)
+            slot, retired = self._slots[channel].take(num_bytes)
             slot.fill(tensor)
             place = (slot.offset, len(slot.piece), slot.mark_place, retired)
             self._write(MESSAGE, num_bytes, place, lane, call)
@@ -287,8 +281,8 @@ class Connection:
         """Notes that the lane's next message not yet spoken for becomes `tensor`."""
         with reader.lock:
             arrival = PendingReceive(self, tensor, how, lane, call)
-            is_of_step = lane < FIRST_LANE_OF_NO_STEP
-            arrival.is_given_up = is_of_step and self.epoch == self.failed_epoch
+            if lane < FIRST_LANE_OF_NO_STEP:
+                arrival.is_given_up = self.epoch == self.failed_epoch
             if not arrival.is_given_up:
                 self._expected[lane].append(arrival)
                 if not self._num_expected:
@@ -340,8 +334,8 @@ class Connection:
                 if not messages or not belong_together(epoch, messages[0].epoch):
                     break
             self._num_expected -= 1
-            if not self._num_expected:
-                reader.forget(self)
+            if not self._num_expected and self.is_open:
+                reader.expecting.pop(self.number, None)
             expected.popleft().take(messages.popleft(), self._incoming)
         if len(self._expected) > _MAX_LANES and not expected and not messages:
             del self._expected[lane], self._incoming.messages[lane]
@@ -352,7 +346,7 @@ class Connection:
             deadline = time.monotonic() + self.timeout
 
         try:
-            if not reader.wait_for(arrival, self, deadline):
+            if not reader.wait(partial(self._has_come, arrival), deadline, self):
                 raise WireError(self._nothing_came())
         except BaseException:
             # What comes later for those before it must not be taken for what is asked for next.
@@ -368,8 +362,10 @@ class Connection:
             self.failed_epoch = arrival.epoch
             self._give_up(0, arrival.epoch)
 
-    def check_hope(self, arrival: "PendingReceive") -> None:
+    def _has_come(self, arrival: "PendingReceive") -> bool:
         """Raises WireError if the message cannot come any more."""
+        if arrival.is_done:
+            return True
         if arrival.is_given_up:
             raise WireError(_FAILED_STEP)
         epoch, incoming = self.epoch, self._incoming
@@ -381,6 +377,7 @@ class Connection:
             if messages or theirs > epoch:
                 self._check_epoch(epoch, theirs)
         incoming.check(epoch)
+        return False
 
     def _check_epoch(self, mine: int, theirs: int) -> None:
         if not belong_together(mine, theirs):
@@ -414,18 +411,21 @@ class PendingReceive:
       one: the slot itself, valid until `release`, or until nobody has this handle any more.
     """
 
+    is_done, is_given_up = False, False
+    sent_at: float | None = None
+    other: Header | None = None
+    """The message that came instead of the one expected."""
+    _failure: Exception | None = None
+    """Why the right one could not be taken."""
+    then: Callable[[], None] | None = None
+    """What follows once it is taken, in the thread that takes it, with `reader.lock` held."""
+    _held: "_Held | None" = None
+
     def __init__(
         self, connection: Connection, tensor: torch.Tensor, how: str, lane: int, call: int
     ):
         self._connection, self.tensor, self._how = connection, tensor, how
         self.epoch, self.lane, self.call = connection.epoch, lane, call
-        self.is_done, self.is_given_up, self.sent_at = False, False, None
-        # The message that came instead of the one expected; why the right one could not be taken.
-        self.other: Header | None = None
-        self._failure: Exception | None = None
-        # What follows once it is taken, in the thread that takes it, with `reader.lock` held.
-        self.then: Callable[[], None] | None = None
-        self._held: _Held | None = None
 
     @property
     def peer(self) -> int:
@@ -444,10 +444,13 @@ class PendingReceive:
         """
         if not self.is_done:
             self._connection.complete(self, deadline)
-        is_in_failed_epoch = self.epoch == self._connection.failed_epoch
-        if is_in_failed_epoch or self.other is not None or self._failure is not None:
+        if self.epoch == self._connection.failed_epoch or self.other or self._failure:
             self._say_what_is_wrong()
         return True
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more, nor for what follows it in its step."""
+        self._connection.fail(self)
 
     def _say_what_is_wrong(self) -> None:
         is_of_step = is_in_step(self.epoch) and self.lane < FIRST_LANE_OF_NO_STEP
@@ -471,7 +474,7 @@ class PendingReceive:
         tensor, num_bytes = self.tensor, message.num_bytes
         self.sent_at, self.is_done = message.sent_at, True
         try:
-            slot = incoming.slot_of(message)
+            slot = incoming.slots.get(message.offset, message.slot_bytes, message.mark_place)
             wanted = tensor.numel() * tensor.element_size()
             if num_bytes != wanted or message.call != self.call:
                 slot.free()
@@ -486,8 +489,7 @@ class PendingReceive:
                 slot.free()
             else:
                 # Each call counts here: a rank that was asleep makes them some microseconds long.
-                target = tensor.detach() if tensor.requires_grad else tensor
-                target.copy_(slot.view(tensor))
+                (tensor.detach() if tensor.requires_grad else tensor).copy_(slot.view(tensor))
                 slot.free()
         except (OSError, RuntimeError) as error:
             self._failure = error

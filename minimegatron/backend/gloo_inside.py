@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from minimegatron.backend.calls import CollectiveCall
-from minimegatron.backend.gloo_works import GlooMessage, GlooWork
+from minimegatron.backend.gloo_works import GlooMessage, GlooWork, hear
 from minimegatron.backend.incoming import WireError
 from minimegatron.backend.mesh import Mesh
 from minimegatron.backend.waiting import reader
@@ -241,11 +241,9 @@ class GlooInside:
             number = call._replace(is_over_gloo=True).number()
             heard = self._mesh.compare(num_begun, number)
             reader.read_what_came()
-        for arrival in heard:
-            if self._hears_first or arrival.is_wrong():
-                arrival.wait()
         compare = partial(_compare, heard, num_begun)
-        if self._hears_first:
+        if self._hears_first or any(arrival.is_wrong() for arrival in heard):
+            hear(heard, self._mesh, time.monotonic() + self._seconds())
             compare()
         self._begun.count = num_begun  # not where a wait above has failed: gloo has not begun it
         work = GlooWork(outputs, heard, start(), finish, compare, self._seconds, self._mesh)

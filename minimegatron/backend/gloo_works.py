@@ -31,6 +31,31 @@ class Losses(Protocol):
         """Who has gone, as the beginning of a sentence; "" if nobody has."""
 
 
+def hear(heard: Sequence[PendingReceive], losses: Losses | None, deadline: float) -> None:
+    """Waits until all ranks have said what they call. Raises WireError, naming who is in the way.
+
+    Where a rank has gone, others may have given up what this rank still calls, and say nothing.
+    """
+
+    def is_ready() -> bool:
+        return all(arrival.is_done for arrival in heard) or any(map(_is_in_the_way, heard))
+
+    if losses is not None and not all(arrival.is_done for arrival in heard):
+        losses.watch()
+        reader.wait(lambda: is_ready() or bool(losses.describe()), deadline)
+        last = min(deadline, time.monotonic() + SECONDS_AFTER_A_LOSS)
+        if losses.describe() and not reader.wait(is_ready, last):
+            late = next(arrival for arrival in heard if not arrival.is_done)
+            late.give_up()
+            raise WireError(f"{losses.describe()}rank {late.peer} has not made this call since")
+    for arrival in sorted(heard, key=_is_in_the_way, reverse=True):
+        arrival.wait(deadline)
+
+
+def _is_in_the_way(arrival: PendingReceive) -> bool:
+    return arrival.is_wrong() or is_lost(arrival)
+
+
 class GlooWork(SharedMemoryWork):
     """A collective that gloo carries. It ends when gloo has, and all ranks have said what they called.
 
@@ -89,10 +114,11 @@ class GlooWork(SharedMemoryWork):
 
     def _wait_for_all(self, deadline: float | None) -> None:
         # First what the others say: gloo waits for ranks that will never come, and names none.
-        super()._wait_for_all(deadline)
+        last = time.monotonic() + self._seconds() if deadline is None else deadline
+        hear(self._arrivals, self._losses, last)
         self._compare()
         if not self.gloo_is_done:
-            self._wait_for_gloo(deadline or time.monotonic() + self._seconds())
+            self._wait_for_gloo(last)
         if self._error is not None:
             raise WireError(self._error)
 
@@ -125,7 +151,7 @@ class GlooWork(SharedMemoryWork):
 
     def is_ready(self) -> bool:
         """See `SharedMemoryWork.is_ready`."""
-        if self._error is not None or any(a.is_wrong() or is_lost(a) for a in self._arrivals):
+        if self._error is not None or any(map(_is_in_the_way, self._arrivals)):
             return True
         return self.gloo_is_done and all(arrival.is_done for arrival in self._arrivals)
 

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from typing import NamedTuple
 
 from minimegatron.backend.epochs import belong_together
-from minimegatron.backend.slots import TheirSlot, TheirSlots
+from minimegatron.backend.slots import TheirSlots
 
 FIRST_LANE_OF_NO_STEP = 1 << 31
 """From this lane on, messages belong to no step. Below, they belong to the epoch they were sent in."""
@@ -49,7 +49,7 @@ class Incoming:
 
     def __init__(self, descriptor: int, peer: int):
         self.peer = peer
-        self._slots = TheirSlots(descriptor)
+        self.slots = TheirSlots(descriptor)
         self._unread = b""
         self.messages: defaultdict[int, deque[Header]] = defaultdict(deque)
         self.num_dropped = 0
@@ -75,7 +75,7 @@ class Incoming:
             lane, num_bytes = header.lane, _HEADER_BYTES
             if header.kind == MESSAGE:
                 if header.retired:
-                    self._slots.forget(header.retired)
+                    self.slots.forget(header.retired)
                 self.messages[lane].append(header)
                 lanes.add(lane)
                 if lane < FIRST_LANE_OF_NO_STEP:
@@ -110,7 +110,8 @@ class Incoming:
         """Gives back, unread, a lane's messages of earlier epochs. A peer's epochs come in order."""
         while messages and self._is_before(messages[0].epoch, epoch):
             self.num_dropped += 1
-            self.slot_of(messages.popleft()).free()
+            old = messages.popleft()
+            self.slots.get(old.offset, old.slot_bytes, old.mark_place).free()
 
     @staticmethod
     def _is_before(theirs: int, mine: int) -> bool:
@@ -120,7 +121,3 @@ class Incoming:
         """Forgets the numbers of earlier epochs, in which nobody has asked for them."""
         while self.counts and self.counts[0][0] < epoch:
             self.counts.popleft()
-
-    def slot_of(self, header: Header) -> TheirSlot:
-        """The slot that the message lies in."""
-        return self._slots.get(header.offset, header.slot_bytes, header.mark_place)

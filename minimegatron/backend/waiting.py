@@ -23,19 +23,11 @@ BRIEFLY = 0.02
 """Seconds. So long may a process's second thread wait before the first one hears of it, once."""
 
 
-class Awaited(Protocol):
-    """A message to come."""
-
-    is_done: bool
-
-
 class Readable(Protocol):
     """A connection, as far as this module uses it."""
 
     number: int
     """Of its socket, as a file."""
-    poller: select.poll
-    """Of its socket and the bell."""
     reference: weakref.ref
     """To itself."""
 
@@ -50,9 +42,6 @@ class Readable(Protocol):
 
     def take(self, part: bytes) -> None:
         """Takes what was received."""
-
-    def check_hope(self, arrival: Awaited) -> None:
-        """Raises an error where this message cannot come any more."""
 
 
 class Reader:
@@ -81,20 +70,6 @@ class Reader:
         """The connection expects nothing more."""
         if self.expecting.get(connection.number) is connection.reference:
             del self.expecting[connection.number]
-
-    def wait_for(self, arrival: Awaited, connection: Readable, deadline: float) -> bool:
-        """As `wait`, for a message: `connection` takes it, and says where it cannot come any more."""
-        with self.lock:
-            while not arrival.is_done:
-                connection.check_hope(arrival)
-                seconds = deadline - time.monotonic()
-                if seconds <= 0:
-                    return False
-                if self._watched is None:
-                    self._read(connection, seconds)
-                else:
-                    self._sleep(connection, seconds)
-        return True
 
     def wait(
         self, is_done: Callable[[], bool], deadline: float, connection: Readable | None = None
@@ -144,17 +119,15 @@ class Reader:
         os.eventfd_write(self.bell, 1)
 
     def _read(self, connection: Readable | None, seconds: float) -> None:
-        is_alone = len(self.expecting) == 1 and connection is not None
-        if is_alone and connection.is_open and connection.number in self.expecting:
-            watched, poller = [connection], connection.poller
-            if not self._is_shared and not self._was_silent and seconds > BRIEFLY:
-                self.reading = connection
+        watched, part, ready = self._open(connection), None, {}
+        is_alone = watched == [connection] and not self._is_shared
+        if is_alone and not self._was_silent and seconds > BRIEFLY:
+            self.reading = connection
         else:
-            watched = self._open(connection)
             poller = select.poll()
             for number in (self.bell, *(one.number for one in watched)):
                 poller.register(number, select.POLLIN)
-        self._watched, part, ready = watched, None, {}
+        self._watched = watched
         self.lock.release()
         try:
             if self.reading is not None:
@@ -177,8 +150,9 @@ class Reader:
 
     def _sleep(self, connection: Readable | None, seconds: float) -> None:
         self._is_shared = True
-        if connection is not None and connection not in self._watched:
+        if connection is not None:
             self.watch(connection)
+        if any(one not in self._watched for one in self._open(connection)):
             self._ring()
         self._num_asleep += 1
         try:

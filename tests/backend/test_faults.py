@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -106,6 +107,30 @@ def test_a_rank_killed_in_the_midst_of_a_collective_fails_all_others(num_bytes):
     assert killed.exit_code == -signal.SIGKILL
     for other in others:
         assert other.value and other.value[0], other
+
+
+def wait_for_one_that_has_stopped(is_async: bool) -> str:
+    """Rank 2 begins a large collective and is killed; rank 1 never makes that call."""
+    group, rank = make_group(), dist.get_rank()
+    dist.barrier(group)
+    if rank == 2:
+        work = dist.all_reduce(ones(4 * MIB), group=group, async_op=True)
+        dist.monitored_barrier()  # the others have come so far
+        os.kill(os.getpid(), signal.SIGKILL)
+        assert work
+    dist.monitored_barrier()
+    if rank == 1:
+        return ""
+    call = partial(dist.all_reduce, ones(4 * MIB), group=group, async_op=is_async)
+    return refusal(lambda: call().wait() if is_async else call())
+
+
+@needs_shared_memory
+@pytest.mark.parametrize("is_async", [False, True])
+def test_who_waits_for_a_rank_that_has_stopped_is_told_of_one_that_has_gone(is_async):
+    """Was: a rank waited for the time-out, here ten minutes, and then named the wrong rank."""
+    told = run_mortal(wait_for_one_that_has_stopped, 3, is_async)[0]
+    assert "ranks [2] of the group have ended" in (told.value or ""), told
 
 
 def note_and_die(folder: str) -> None:

@@ -6,10 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 
+from minimegatron.backend import waiting
 from minimegatron.backend.calls import CollectiveCall
 from minimegatron.backend.channels import Connection
 from minimegatron.backend.handshake import Met
@@ -92,9 +94,9 @@ def test_who_waits_for_one_message_takes_those_of_other_connections():
     assert not thread.is_alive()
 
 
-def test_one_thread_that_waits_for_one_connection_needs_no_poll():
+def test_one_thread_that_waits_for_one_connection_needs_no_poll(monkeypatch):
     here, there = both_ends()
-    here.poller = None
+    monkeypatch.setattr(waiting, "select", None)
     there.send(value(4))
     assert here.expect(received := torch.empty(3)).wait() and received[0] == 4
 
@@ -164,6 +166,22 @@ def test_who_comes_later_is_read_for_too(until_the_first_sleeps):
     other_there.send(value(7))
     second.join(SOON)
     assert found == [True] and arrival.tensor[0] == 7
+    there.send(value(1))
+    first.join(SECONDS)
+    assert not first.is_alive()
+
+
+def test_who_comes_later_and_names_no_connection_is_read_for_too():
+    """A `wait` with a time-out, and a message from any rank, wait for several connections."""
+    (here, there), (other_here, other_there) = both_ends(), both_ends()
+    first, _ = in_a_thread(here.expect(torch.empty(3)).wait)
+    until_somebody_polls()
+    work = SharedMemoryWork([received := torch.empty(3)], [other_here.expect(received)])
+    second, found = in_a_thread(lambda: work.wait(timedelta(seconds=SECONDS)))
+    until_somebody_waits(2)
+    other_there.send(value(8))
+    second.join(SOON)
+    assert found == [True] and received[0] == 8
     there.send(value(1))
     first.join(SECONDS)
     assert not first.is_alive()

@@ -17,8 +17,8 @@ FAULTS_OF_BACKEND = (
     Fault(
         "who-comes-later-does-not-ring",
         "backend/waiting.py",
-        "            self.watch(connection)\n            self._ring()\n",
-        "            self.watch(connection)\n",
+        "if any(one not in self._watched for one in self._open(connection)):",
+        "if False:",
         "A thread that begins to wait while another one sleeps in poll is not read for.",
     ),
     Fault(
