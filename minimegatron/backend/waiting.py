@@ -5,8 +5,8 @@
    one message still empties the slots of all others, and no rank waits for a rank that waits for it.
 2. Whoever else waits sleeps until the reader has read. When the reader has what it wanted, one of the
    others reads on.
-3. While one connection alone expects something, and no second thread has ever waited, the reader first
-   sleeps for `BRIEFLY` in a read of that socket: a `poll` and a read take longer than the read.
+3. Where one connection alone expects something, and no two threads have waited at once so far, the
+   reader first sleeps in a read of that socket, for `BRIEFLY`: a `poll` and a read take longer.
 
 Nobody reads while nobody waits: no thread polls. Megatron has no counterpart.
 """
