@@ -67,8 +67,31 @@ def gpu(monkeypatch):
     return stream
 
 
-def test_marks_are_on_the_programs_clock(gpu):
-    clock = DeviceClock()
+class OwnClock:
+    """On it a reading takes 1 us, and `sleep` its time; a busy machine takes none."""
+
+    def __init__(self):
+        self.now = 1_000_000_000
+
+    def read(self) -> int:
+        self.now += 1000
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += round(seconds * 1e9)
+
+
+@pytest.fixture
+def read_clock(monkeypatch):
+    clock = OwnClock()
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    monkeypatch.setattr(time, "perf_counter_ns", clock.read)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.read() / 1e9)
+    return clock.read
+
+
+def test_marks_are_on_the_programs_clock(gpu, read_clock):
+    clock = DeviceClock(read_clock)
     began = time.perf_counter_ns()
     marks = [clock.mark()]
     time.sleep(0.01)
@@ -94,8 +117,8 @@ def computes():
     time.sleep(0.002)
 
 
-def test_recordings_have_both_times_and_nvtx_ranges(gpu):
-    with minimegatron.trace() as run:
+def test_recordings_have_both_times_and_nvtx_ranges(gpu, read_clock):
+    with minimegatron.trace(read_clock=read_clock) as run:
         launches()
     (recording,) = run.ranks
     assert recording.device == "cuda"
@@ -140,12 +163,12 @@ def test_a_step_whose_anchor_never_ends(gpu):
     assert gpu.num_waits == 1  # at the beginning
 
 
-def test_the_anchor_is_bracketed(gpu):
+def test_the_anchor_is_bracketed(gpu, read_clock):
     """A clock that is read 30 us late, and an event that ends 40 us after it was asked for."""
     readings = iter([1000, 41_000])
     clock = DeviceClock(lambda: next(readings))
     assert clock.residual == 20_000 and clock._began == 21_000
-    with minimegatron.trace() as run:
+    with minimegatron.trace(read_clock=read_clock) as run:
         launches()
     assert 0 < run.ranks[0].clock.worst_residual_us == run.clock_residual_us < 1000
 
