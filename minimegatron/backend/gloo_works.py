@@ -31,6 +31,16 @@ class Losses(Protocol):
         """Who has gone, as the beginning of a sentence; "" if nobody has."""
 
 
+def wait_unless_lost(is_done: Callable[[], bool], losses: Losses | None, deadline: float) -> bool:
+    """As `reader.wait`; but once a rank has gone, no longer than `SECONDS_AFTER_A_LOSS`."""
+    if losses is not None:
+        losses.watch()
+        reader.wait(lambda: is_done() or bool(losses.describe()), deadline)
+        if losses.describe():
+            deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_LOSS)
+    return reader.wait(is_done, deadline)
+
+
 def hear(heard: Sequence[PendingReceive], losses: Losses | None, deadline: float) -> None:
     """Waits until all ranks have said what they call. Raises WireError, naming who is in the way.
 
@@ -40,14 +50,11 @@ def hear(heard: Sequence[PendingReceive], losses: Losses | None, deadline: float
     def is_ready() -> bool:
         return all(arrival.is_done for arrival in heard) or any(map(_is_in_the_way, heard))
 
-    if losses is not None and not all(arrival.is_done for arrival in heard):
-        losses.watch()
-        reader.wait(lambda: is_ready() or bool(losses.describe()), deadline)
-        last = min(deadline, time.monotonic() + SECONDS_AFTER_A_LOSS)
-        if losses.describe() and not reader.wait(is_ready, last):
-            late = next(arrival for arrival in heard if not arrival.is_done)
-            late.give_up()
-            raise WireError(f"{losses.describe()}rank {late.peer} has not made this call since")
+    has_come = is_ready() or wait_unless_lost(is_ready, losses, deadline)
+    if not has_come and losses is not None and (who := losses.describe()):
+        late = next(arrival for arrival in heard if not arrival.is_done)
+        late.give_up()
+        raise WireError(f"{who}rank {late.peer} has not made this call since")
     for arrival in sorted(heard, key=_is_in_the_way, reverse=True):
         arrival.wait(deadline)
 
@@ -124,14 +131,9 @@ class GlooWork(SharedMemoryWork):
 
     def _wait_for_gloo(self, deadline: float) -> None:
         """Gloo waits for its time-out where a rank has gone that it does not talk to; this does not."""
-        if self._losses is not None:
-            self._losses.watch()
-        reader.wait(lambda: self.gloo_is_done or bool(self._who()), deadline)
-        if not self.gloo_is_done:
-            last = min(deadline, time.monotonic() + SECONDS_AFTER_A_LOSS)
-            if not reader.wait(lambda: self.gloo_is_done, last):
-                who = self._who() or f"ranks have not come within {self._seconds():g} s; "
-                raise WireError(f"{who}{_GLOO}still waits")
+        if not wait_unless_lost(lambda: self.gloo_is_done, self._losses, deadline):
+            who = self._who() or f"ranks have not come within {self._seconds():g} s; "
+            raise WireError(f"{who}{_GLOO}still waits")
 
     def _who(self) -> str:
         return self._losses.describe() if self._losses is not None else ""

@@ -52,10 +52,10 @@ class Reader:
         self._changed = threading.Condition(self.lock)
         # The connections that expect a message, by the number of their sockets.
         self.expecting: dict[int, weakref.ref[Readable]] = {}
-        # Those that the thread in `poll` looks at; None while no thread is there.
+        # Those that the reader looks at; None while no thread reads.
         self._watched: list[Readable] | None = None
         self._num_asleep = 0
-        # The connection that the thread sleeps in a read of, if it is not in `poll`.
+        # The connection that the reader sleeps in a read of, if it is not in `poll`.
         self.reading: Readable | None = None
         self._is_shared = False  # two threads have waited at one time
         self._was_silent = False  # a connection, for as long as a read waits
@@ -100,7 +100,7 @@ class Reader:
     def ring(self) -> None:
         """Lets all threads that wait look again at what they wait for. Call it with `lock` held."""
         if self._watched is not None:
-            self._ring()
+            self._wake_reader()
         if self._num_asleep:
             self._changed.notify_all()
 
@@ -114,7 +114,7 @@ class Reader:
                 found.append(one)
         return [one for one in found if one.is_open]
 
-    def _ring(self) -> None:
+    def _wake_reader(self) -> None:
         self._is_shared = True
         os.eventfd_write(self.bell, 1)
 
@@ -153,7 +153,7 @@ class Reader:
         if connection is not None:
             self.watch(connection)
         if any(one not in self._watched for one in self._open(connection)):
-            self._ring()
+            self._wake_reader()
         self._num_asleep += 1
         try:
             self._changed.wait(seconds)

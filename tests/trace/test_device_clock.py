@@ -10,6 +10,7 @@ import minimegatron
 from minimegatron.core.tracing import traced
 from minimegatron.tracing import device_clock, recorder
 from minimegatron.tracing.device_clock import DeviceClock
+from tests.trace.fake_run import Clock
 
 
 class Stream:
@@ -67,15 +68,8 @@ def gpu(monkeypatch):
     return stream
 
 
-class OwnClock:
-    """On it a reading takes 1 us, and `sleep` its time; a busy machine takes none."""
-
-    def __init__(self):
-        self.now = 1_000_000_000
-
-    def read(self) -> int:
-        self.now += 1000
-        return self.now
+class OwnClock(Clock):
+    """And `sleep` takes its time; a busy machine takes none."""
 
     def sleep(self, seconds: float) -> None:
         self.now += round(seconds * 1e9)
