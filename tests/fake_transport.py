@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from minimegatron.core.pipeline_parallel.transport import TensorMessage
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
 from tests.fake_streams import (
     NO_TIME,
     PAIRS,
@@ -32,7 +32,16 @@ from tests.fake_streams import (
     Wait,
 )
 
-__all__ = ["Deadlock", "FakeGroup", "FakeTransport", "Leftover", "Network", "Race", "no_numbers"]
+__all__ = [
+    "Deadlock",
+    "FakeCommunicator",
+    "FakeGroup",
+    "FakeTransport",
+    "Leftover",
+    "Network",
+    "Race",
+    "no_numbers",
+]
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,9 @@ class FakeGroup:
 
     def size(self) -> int:
         return self.my_size
+
+    def name(self) -> str:
+        return "nccl"
 
 
 class Network:
@@ -115,22 +127,11 @@ class Handle:
 
 
 class FakeTransport:
-    """One rank's end of a `Network`: the transport of its program, and its compute stream."""
-
-    keeps_messages = False
+    """One rank's end of a `Network`: what carries its messages, and its compute stream."""
 
     def __init__(self, network: Network, rank: int, matches_by_tag: bool = False):
         self.network, self.rank, self.matches_by_tag = network, rank, matches_by_tag
         self._memory, self._num_posts = _Memory(), 0
-
-    def begin_step(self) -> None:
-        """Nothing is left of an earlier step."""
-
-    def end_step(self) -> None:
-        """Nothing follows."""
-
-    def abandon(self, reason: str) -> None:
-        """Nobody is told."""
 
     def start(self, message: TensorMessage) -> Handle:
         return self._post([message], is_batch=False)[0]
@@ -191,3 +192,21 @@ class FakeTransport:
         self.compute("sizes are read", reads={tensor: self.network.sizes})
         self.note(Synchronize())
         tensor.copy_(torch.tensor(self.network.sizes))
+
+
+class FakeCommunicator(P2PCommunicator):
+    """The real one, whose messages a `FakeTransport` notes."""
+
+    def __init__(self, group: FakeGroup, config: Any, transport: FakeTransport):
+        self.transport = transport
+        super().__init__(group, config)
+
+    def begin_step(self, *limit: int) -> None:
+        super().begin_step(*limit)
+        self.is_tagged = self.transport.matches_by_tag
+
+    def start(self, message: TensorMessage) -> Handle:
+        return self.transport.start(message)
+
+    def start_batch(self, messages: list[TensorMessage]) -> list[Handle]:
+        return self.transport.start_batch(messages) if messages else []

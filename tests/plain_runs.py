@@ -96,9 +96,7 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "shared memory": Room(
-        ("core/local_host/", "backend/"), "tensors between ranks of one machine, in gloo's place"
-    ),
+    "shared memory": Room(("backend/",), "tensors between ranks of one machine, in gloo's place"),
     "send limits": Room(
         ("core/pipeline_parallel/send_limits.py",),
         "how many messages may lie unreceived: arithmetic that gives the communicator a number",

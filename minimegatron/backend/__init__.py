@@ -11,8 +11,16 @@ between two ranks), `waiting` (who reads), `mesh` (between all ranks of a group)
 (handles), `gloo_inside` (what is large), `group` (what torch calls).
 """
 
+from minimegatron.backend.connecting import get_timeout
 from minimegatron.backend.group import SharedMemoryGroup
 from minimegatron.backend.incoming import WireError
-from minimegatron.backend.registering import NAME, is_available
+from minimegatron.backend.registering import NAME, in_place_of, is_available
 
-__all__ = ["NAME", "SharedMemoryGroup", "WireError", "is_available"]
+__all__ = [
+    "NAME",
+    "SharedMemoryGroup",
+    "WireError",
+    "get_timeout",
+    "in_place_of",
+    "is_available",
+]

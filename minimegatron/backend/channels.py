@@ -48,7 +48,6 @@ from minimegatron.backend.handshake import Met
 from minimegatron.backend.incoming import (
     ABANDONED,
     BEGUN,
-    COUNT,
     FIRST_LANE_OF_NO_STEP,
     HEADER,
     MESSAGE,
@@ -195,29 +194,6 @@ class Connection:
                 expected = self._expected[lane]
                 oldest = expected[0].epoch if expected else self.epoch
                 self._incoming.drop_before(min(oldest, self.epoch), messages)
-        self._incoming.drop_counts_before(self.epoch)
-
-    def tell_count(self, count: int) -> None:
-        """Tells the peer a number, for `read_count`; once in an epoch. Never raises."""
-        # The ranks of another pipeline may be through with this group; whoever waits for them is told.
-        with contextlib.suppress(OSError):
-            self._write(COUNT, count)
-
-    def read_count(self) -> int:
-        """What the peer has told in this epoch. Raises WireError if it tells nothing in time."""
-        counts = self._incoming.counts
-
-        def has_come() -> bool:
-            self._incoming.drop_counts_before(self.epoch)
-            if not counts:
-                self._incoming.check(self.epoch)
-            return bool(counts)
-
-        if not reader.wait(has_come, time.monotonic() + self.timeout, self):
-            raise WireError(self._nothing_came())
-        epoch, count = counts[0]
-        self._check_epoch(self.epoch, epoch)
-        return count
 
     # -- Out --
 

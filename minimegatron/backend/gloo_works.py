@@ -184,6 +184,10 @@ class GlooMessage(SharedMemoryWork):
         except RuntimeError as error:
             raise WireError(f"{_GLOO}has failed: {error}") from error
 
+    def wait_until_taken(self) -> None:
+        """As `wait`: gloo says no more than that a message has left."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """Whether the message has arrived, or has left."""
         return self._is_finished or self._work.is_completed()

@@ -25,7 +25,7 @@ from minimegatron.backend.checks import (
     check_root,
     check_shares,
 )
-from minimegatron.backend.connecting import connect_over_store
+from minimegatron.backend.connecting import connect
 from minimegatron.backend.gloo_inside import Begun, GlooInside, make_gloo, seconds_of
 from minimegatron.backend.mesh import Mesh, check_op
 from minimegatron.backend.step_methods import StepMethods
@@ -76,7 +76,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         if not 1 < self._size <= MAX_CONNECTED:
             return None
         store = dist.PrefixStore("shared memory", self._store)
-        connections = connect_over_store(store, self._rank, self._size, timeout)
+        connections = connect(store, self._rank, self._size, timeout)
         if connections is None:
             return None
         for connection in connections.values():
@@ -362,7 +362,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         tensor, peer = check_one(tensors), check_root(dst, self._size, self._rank)
         if self.mesh is None or self._is_closed:
             self._way(0)
-            return self._inside.send(tensor, peer, tag)
+            return self._inside.send(tensor, peer, self.tag_in_step(tag))
         return self.mesh.send(tensor, peer, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
@@ -370,7 +370,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         tensor, peer = check_one(tensors), check_root(src, self._size, self._rank)
         if self.mesh is None or self._is_closed:
             self._way(0)
-            return self._inside.receive(tensor, peer, tag)
+            return self._inside.receive(tensor, peer, self.tag_in_step(tag))
         return self.mesh.receive(tensor, peer, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:

@@ -14,7 +14,7 @@ FIRST_LANE_OF_NO_STEP = 1 << 31
 """From this lane on, messages belong to no step. Below, they belong to the epoch they were sent in."""
 
 HEADER = struct.Struct("=BIQQQQQQQd")
-MESSAGE, ABANDONED, BEGUN, COUNT = 1, 2, 3, 4
+MESSAGE, ABANDONED, BEGUN = 1, 2, 3
 _HEADER_BYTES = HEADER.size
 
 
@@ -61,8 +61,6 @@ class Incoming:
         self._abandoned: tuple[int, str] = (-1, "")
         # The last epoch that it has begun after one that it had abandoned.
         self._begun = -1
-        # Epochs, and the numbers that it has told in them.
-        self.counts: deque[tuple[int, int]] = deque()
 
     def take(self, part: bytes) -> set[int]:
         """Notes what was received, headers and news; returns the lanes of new messages."""
@@ -88,8 +86,6 @@ class Incoming:
                 self._abandoned = (header.epoch, text)
             elif header.kind == BEGUN:
                 self._begun = header.epoch
-            elif header.kind == COUNT:
-                self.counts.append((header.epoch, header.num_bytes))
             unread = unread[num_bytes:]
         self._unread = unread
         return lanes
@@ -116,8 +112,3 @@ class Incoming:
     @staticmethod
     def _is_before(theirs: int, mine: int) -> bool:
         return theirs < mine and not belong_together(theirs, mine)
-
-    def drop_counts_before(self, epoch: int) -> None:
-        """Forgets the numbers of earlier epochs, in which nobody has asked for them."""
-        while self.counts and self.counts[0][0] < epoch:
-            self.counts.popleft()

@@ -28,7 +28,7 @@ from minimegatron.backend.channels import (
 )
 from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP, WireError
 from minimegatron.backend.waiting import reader
-from minimegatron.backend.works import ReceivedFromAny, SharedMemoryWork
+from minimegatron.backend.works import ReceivedFromAny, SentWork, SharedMemoryWork
 
 MOST_BYTES_AHEAD, MOST_MESSAGES_AHEAD = 4 << 20, 16
 """So much may a rank have sent to another in one direction before the other takes any of it; a single
@@ -44,8 +44,8 @@ _COMBINE: dict[str, Callable] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-_MESSAGES = "messages"
-"""The channel of messages between two ranks."""
+_NUM_CHANNELS = 8
+"""Of messages between two ranks: one of each channel may be lent at a time."""
 Tensors = Sequence[torch.Tensor]
 
 
@@ -201,9 +201,9 @@ class Mesh:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
         """Sends `tensor` to one rank; the n-th message with a tag is for the n-th receive with it."""
-        sent = self.to[peer].send(tensor, _MESSAGES, _lane_of(tag))
+        sent = self.to[peer].send(tensor, tag % _NUM_CHANNELS, _lane_of(tag))
         self._ahead[peer].note(sent, tensor)
-        return SharedMemoryWork([tensor], make_room=self._ahead[peer].make_room)
+        return SentWork(tensor, sent, self._ahead[peer].make_room)
 
     def receive(
         self, tensor: torch.Tensor, peer: int, tag: int, is_lent: bool = False
@@ -239,10 +239,6 @@ class Mesh:
         gone = [peer for peer in self.peers if not self.to[peer].is_open]
         return f"ranks {gone} of the group have ended, or have left the group; " if gone else ""
 
-    def num_untaken(self, peer: int) -> int:
-        """How many messages this rank has sent to `peer` that were not taken yet."""
-        return self._ahead[peer].num_untaken()
-
 
 class _Ahead:
     """What was sent to one peer that need not send anything back, and perhaps not taken yet."""
@@ -256,17 +252,22 @@ class _Ahead:
         with reader.lock:  # several threads may send
             self._sents.append((sent, num_bytes))
             self._num_bytes += num_bytes
+            if self._is_full():  # whoever sends need not wait for what was sent
+                self._drop_taken()
 
-    def num_untaken(self) -> int:
-        with reader.lock:
-            while self._sents and self._sents[0][0].is_taken():
-                self._num_bytes -= self._sents.popleft()[1]
-            return len(self._sents)
+    def _drop_taken(self) -> None:
+        while self._sents and self._sents[0][0].is_taken():
+            self._num_bytes -= self._sents.popleft()[1]
 
     def make_room(self) -> None:
         """Waits while more than that is not taken. Raises WireError, as `Sent.wait`."""
-        while self._is_full() and self.num_untaken() > 1 and self._is_full():
-            self._sents[0][0].wait()
+        while self._is_full():
+            with reader.lock:
+                self._drop_taken()
+                oldest = self._sents[0][0] if len(self._sents) > 1 and self._is_full() else None
+            if oldest is None:
+                return
+            oldest.wait()
 
     def _is_full(self) -> bool:
         return self._num_bytes > MOST_BYTES_AHEAD or len(self._sents) > MOST_MESSAGES_AHEAD

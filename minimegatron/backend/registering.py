@@ -31,6 +31,15 @@ def why_not() -> str | None:
     return f"torch {torch.__version__} has no {', '.join(missing)}" if missing else None
 
 
+def in_place_of(name: str) -> str:
+    """The backend for groups beside one of this name: shared memory in the place of gloo.
+
+    >>> in_place_of("gloo"), in_place_of("nccl")
+    ('shm', 'nccl')
+    """
+    return NAME if name == "gloo" and is_available() else name
+
+
 def is_available() -> bool:
     """Whether this torch knows the backend by its name."""
     return hasattr(dist.Backend, NAME.upper())

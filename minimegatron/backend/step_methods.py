@@ -9,14 +9,17 @@ Megatron has no counterpart.
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend.epochs import is_in_step, next_part, next_step
+from minimegatron.backend.epochs import PARTS, is_in_step, next_part, next_step
 from minimegatron.backend.mesh import Mesh
+
+_TAGS_PER_STEP, _MAX_STEPS = 8, 1 << 24
 
 
 class StepMethods:
     """Methods of a group; `mesh` is None where its ranks share no memory, and nothing can be told."""
 
     mesh: Mesh | None
+    _num_lanes = 0
     epoch = 0
     """The step that the group is in, or the time between two: see `epochs`."""
 
@@ -49,9 +52,12 @@ class StepMethods:
 
     # -- Messages --
 
-    def num_untaken(self, peer: int) -> int:
-        """How many messages to rank `peer` were not taken yet; 0 where gloo carries them."""
-        return self.mesh.num_untaken(peer) if self.mesh is not None else 0
+    def tag_in_step(self, tag: int) -> int:
+        """For gloo: a message that a failed step has left behind meets no receive of the next one."""
+        step = self.epoch // PARTS
+        if not step or tag >= _TAGS_PER_STEP:  # larger tags are a program's own, and stay
+            return tag
+        return tag + (step % _MAX_STEPS) * _TAGS_PER_STEP
 
     def receive_lent(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> dist.Work:
         """As `recv`; the sender's memory may become the tensor's, until nobody has the tensor."""
@@ -60,6 +66,11 @@ class StepMethods:
         return self.mesh.receive(tensor, peer, tag, is_lent=True)
 
     # -- Collectives that belong to no step --
+
+    def new_lane(self) -> int:
+        """For `all_gather_of_no_step`. Every rank asks for its lanes in one order."""
+        self._num_lanes += 1
+        return self._num_lanes - 1
 
     def all_gather_of_no_step(
         self, output: torch.Tensor, input: torch.Tensor, lane: int

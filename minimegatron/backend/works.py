@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend.channels import PendingReceive
+from minimegatron.backend.channels import PendingReceive, Sent
 from minimegatron.backend.futures import complete_later
 from minimegatron.backend.incoming import WireError
 from minimegatron.backend.waiting import reader
@@ -194,6 +194,18 @@ class SharedMemoryWork(dist.Work):
     def synchronize(self) -> None:
         """As `wait`."""
         self.wait()
+
+
+class SentWork(SharedMemoryWork):
+    """A message that this rank has sent; its tensor may be changed at once."""
+
+    def __init__(self, tensor: torch.Tensor, sent: Sent, make_room: Callable[[], None]):
+        super().__init__([tensor], make_room=make_room)
+        self._sent = sent
+
+    def wait_until_taken(self) -> None:
+        """Returns once the receiver has it. Raises WireError if that rank has gone or gave up."""
+        self._sent.wait()
 
 
 def is_lost(arrival: PendingReceive) -> bool:

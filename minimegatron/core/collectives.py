@@ -1,25 +1,21 @@
-"""The collectives everything above uses: `torch.distributed`, traced, on any device.
+"""The collectives everything above uses: `torch.distributed`, traced.
 
-Megatron calls `torch.distributed` directly everywhere: each of its ranks has a GPU, and NCCL unless
-told otherwise. Here the same code must also run where several ranks share one GPU: then the group's
-backend is gloo, which moves host memory only; device tensors are staged through it. Small tensors
-between ranks on one host take a shorter way than gloo's (`local_collectives`).
+Megatron calls `torch.distributed` directly everywhere. Here each call is a link of the chain, which
+observers see. What moves the tensors is the group's: NCCL; or, on a CPU and where ranks share a GPU,
+memory that the ranks of a machine share (`minimegatron.backend`); or gloo.
 
 Every function takes its process group as an argument and is a no-op, or a copy, for a group of one.
 Asynchronous forms return an object with `wait()`.
 """
 
-import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import local_host
-from minimegatron.core.local_host import get_mesh
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import get_device
 
 ReduceOp = dist.ReduceOp
 
@@ -32,18 +28,6 @@ class Done:
     """The handle of a collective that had nothing to do."""
 
     def wait(self) -> bool:
-        return True
-
-
-class _CopyBack:
-    """The handle of a collective staged through the host: the copy back happens in `wait`."""
-
-    def __init__(self, work: Any, staged: torch.Tensor, target: torch.Tensor):
-        self._work, self._staged, self._target = work, staged, target
-
-    def wait(self) -> bool:
-        self._work.wait()
-        self._target.copy_(self._staged)
         return True
 
 
@@ -64,10 +48,15 @@ def _wait_for(handle: Pending) -> None:
 
 
 # -- The edges of a step --
+# A group over shared memory knows steps (`backend.step_methods`). Over gloo and NCCL, collectives are
+# matched by their order alone: after a step that failed there, make new groups.
+
+_num_begun: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""Steps of each group that does not know steps; the tags of its messages have this number."""
 
 
 def begin_step(
-    groups: list[dist.ProcessGroup],
+    groups: Sequence[dist.ProcessGroup],
     others: Sequence[dist.ProcessGroup] = (),
     forward_only: bool = False,
 ) -> None:
@@ -75,39 +64,50 @@ def begin_step(
 
     `others` are groups that the step may use too. In a forward-only step, ranks of theirs may belong to
     copies of the model that begin it at another time, or never.
-
-    That holds for what goes through shared memory. gloo and NCCL match collectives by their order
-    alone: after a step that failed there, make new groups.
     """
-    if get_device().type == "cpu":
-        local_host.begin_step(groups, others, forward_only)
+    for group in (*groups, *others):
+        if hasattr(group, "begin_step"):
+            group.begin_step(forward_only and group in others)
+        else:
+            _num_begun[group] = num_begun(group) + 1
+
+
+def num_begun(group: dist.ProcessGroup) -> int:
+    """How many steps the group has begun that does not know steps itself."""
+    return _num_begun.get(group, 0)
 
 
 def meet(groups: Sequence[dist.ProcessGroup]) -> None:
     """Returns when all ranks of `groups` have come here; raises where one has failed its step.
 
-    Not on GPUs: NCCL tells nobody of a failure, and a step that failed is not tried again there. It is
+    Not over NCCL, which tells nobody of a failure: a step that failed is not tried again there. It is
     not traced: it reduces nothing of the model's, and Megatron has no such call.
     """
-    if get_device().type == "cpu":
-        reduce = getattr(all_reduce, "__wrapped__", all_reduce)
-        for group in groups:
-            reduce(torch.zeros(1), group)
+    for group in groups:
+        if is_tagged(group):
+            group.barrier().wait()
 
 
-def end_step(groups: list[dist.ProcessGroup]) -> None:
+def end_step(groups: Sequence[dist.ProcessGroup]) -> None:
     """The step has ended well on this rank. What it has launched may still be waited for."""
-    local_host.end_step(groups)
+    for group in groups:
+        if hasattr(group, "end_step"):
+            group.end_step()
 
 
-def abandon(groups: list[dist.ProcessGroup], reason: str) -> None:
+def abandon(groups: Sequence[dist.ProcessGroup], reason: str) -> None:
     """Ends a step that failed on this rank; tells the other ranks of `groups`, where it can."""
-    local_host.abandon(groups, reason)
+    for group in groups:
+        if hasattr(group, "abandon"):
+            group.abandon(reason)
 
 
-def needs_staging(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """True where `tensor` lives on a device that `group`'s backend cannot read."""
-    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+# -- The collectives --
+
+
+def is_tagged(group: dist.ProcessGroup) -> bool:
+    """Whether messages over `group` have tags, and wait for nobody. NCCL pairs them by their order."""
+    return group.name() in ("gloo", "shm")
 
 
 def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -123,13 +123,6 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _finish(work: Any, async_op: bool, name: str) -> Any:
-    if async_op:
-        return Pending(work, name)
-    work.wait()
-    return None
-
-
 @traced("all-reduce", _describe)
 def all_reduce(
     tensor: torch.Tensor,
@@ -140,29 +133,14 @@ def all_reduce(
     """Reduces `tensor` in place over `group`, the same result on every rank."""
     if group.size() == 1:
         return Done() if async_op else None
-    if needs_staging(tensor, group):
-        staged = tensor.cpu()
-        work = dist.all_reduce(staged, op=op, group=group, async_op=True)
-        work = _CopyBack(work, staged, tensor)
-    elif mesh := get_mesh(group, tensor):
-        work = mesh.all_reduce(tensor.detach(), op)
-    else:
-        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return _finish(work, async_op, "all-reduce")
+    work = dist.all_reduce(tensor, op, group, async_op)
+    return Pending(work, "all-reduce") if async_op else None
 
 
 @traced("broadcast", _describe)
 def broadcast(tensor: torch.Tensor, group_src: int, group: dist.ProcessGroup) -> None:
     """Copies `tensor` of rank `group_src` (a rank within `group`) to every rank, in place."""
-    if group.size() == 1:
-        return
-    if needs_staging(tensor, group):
-        staged = tensor.cpu()
-        dist.broadcast(staged, group=group, group_src=group_src)
-        tensor.copy_(staged)
-    elif mesh := get_mesh(group, tensor):
-        mesh.broadcast(tensor.detach(), group_src)
-    else:
+    if group.size() > 1:
         dist.broadcast(tensor, group=group, group_src=group_src)
 
 
@@ -172,25 +150,26 @@ def all_gather(
     input: torch.Tensor,
     group: dist.ProcessGroup,
     async_op: bool = False,
-    lane: int = 0,
+    lane: int | None = None,
 ) -> Any:
     """Concatenates every rank's `input` along dimension 0 into `output`, in group order.
 
-    With a `lane`, what a failed step began may still be waited for in the next one: shared memory
-    pairs it with what the other ranks send in the same lane, then or later.
+    With a `lane` of `new_lane`, what a failed step began may still be waited for in the next one: it is
+    paired with what the other ranks send in the same lane, then or later.
     """
     if group.size() == 1:
         output.copy_(input)
         return Done() if async_op else None
-    if needs_staging(input, group):
-        staged = torch.empty(output.shape, dtype=output.dtype)
-        work = _all_gather(staged, input.cpu().contiguous(), group=group, async_op=True)
-        work = _CopyBack(work, staged, output)
-    elif mesh := get_mesh(group, input, lane):
-        work = mesh.all_gather(output.detach(), input.detach(), lane)
+    if lane is None:
+        work = _all_gather(output, input.contiguous(), group, async_op)
     else:
-        work = _all_gather(output, input.contiguous(), group=group, async_op=True)
-    return _finish(work, async_op, "all-gather")
+        work = group.all_gather_of_no_step(output, input, lane)
+    return Pending(work, "all-gather") if async_op else None
+
+
+def new_lane(group: dist.ProcessGroup) -> int | None:
+    """For `all_gather`; None where `group` knows no steps. All ranks ask for lanes in one order."""
+    return group.new_lane() if hasattr(group, "new_lane") else None
 
 
 @traced("reduce-scatter", _describe)
@@ -205,15 +184,8 @@ def reduce_scatter(
     if group.size() == 1:
         output.copy_(input)
         return Done() if async_op else None
-    if needs_staging(input, group):
-        staged = torch.empty(output.shape, dtype=output.dtype)
-        work = _reduce_scatter(staged, input.cpu().contiguous(), op=op, group=group, async_op=True)
-        work = _CopyBack(work, staged, output)
-    elif mesh := get_mesh(group, input):
-        work = mesh.reduce_scatter(output.detach(), input.detach(), op)
-    else:
-        work = _reduce_scatter(output, input.contiguous(), op=op, group=group, async_op=True)
-    return _finish(work, async_op, "reduce-scatter")
+    work = _reduce_scatter(output, input.contiguous(), op, group, async_op)
+    return Pending(work, "reduce-scatter") if async_op else None
 
 
 def _describe_all_to_all(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -258,21 +230,15 @@ def all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
-    most_rows: int | None = None,
 ) -> Any:
     """Sends to each rank of `group` its rows of `input`; `output` is what came, in group order.
 
     `input_splits[j]` rows go to rank j, `output_splits[j]` come from it; None: the same for all. Until
     `wait`, `input` must stay as it is.
 
-    How many bytes move differs from rank to rank, so no choice of the way may depend on it. Whoever
-    knows how many rows move at most from any rank to any other, the same number on each, gives
-    `most_rows`: then few go through shared memory. Else the group's backend carries them always.
-
     Raises:
-        ValueError: there is not one split per rank, they are not all rows, or one is more than
-            `most_rows`; rows of `input` and of `output` are not alike, or `output` is not contiguous.
-            Nothing is sent then.
+        ValueError: there is not one split per rank, or they are not all rows; rows of `input` and of
+            `output` are not alike, or `output` is not contiguous. Nothing is sent then.
     """
     if (output.dtype, output.shape[1:]) != (input.dtype, input.shape[1:]):
         raise ValueError(
@@ -285,42 +251,12 @@ def all_to_all(
         )
     input_splits = _splits(input, input_splits, group, "input")
     output_splits = _splits(output, output_splits, group, "output")
-    if most_rows is not None and max(*input_splits, *output_splits) > most_rows:
-        raise ValueError(
-            f"all-to-all: most_rows is {most_rows}, but the splits are {input_splits} and "
-            f"{output_splits}; give the most that any two ranks of the group exchange"
-        )
     if group.size() == 1:
         output.copy_(input)
         return Done() if async_op else None
-    work = _start_rows(output, input, group, output_splits, input_splits, most_rows)
-    return _finish(work, async_op, "all-to-all")
-
-
-def _start_rows(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: dist.ProcessGroup,
-    output_splits: list[int],
-    input_splits: list[int],
-    most_rows: int | None,
-) -> Any:
-    splits = (output_splits, input_splits, group, True)
-    if needs_staging(input, group):
-        staged = torch.empty(output.shape, dtype=output.dtype)
-        work = dist.all_to_all_single(staged, input.cpu().contiguous(), *splits)
-        return _CopyBack(work, staged, output)
-    if mesh := _mesh_of_rows(group, input, most_rows):
-        return mesh.all_to_all(output, input.detach(), output_splits, input_splits)
-    return dist.all_to_all_single(output, input.contiguous(), *splits)
-
-
-def _mesh_of_rows(group: dist.ProcessGroup, input: torch.Tensor, most_rows: int | None) -> Any:
-    """As `get_mesh`; no rank sends another more than `most_rows` rows."""
-    if most_rows is None:
-        return local_host.count_over_gloo(group, input)
-    num_bytes = most_rows * input.element_size() * math.prod(input.shape[1:])
-    return get_mesh(group, input, num_bytes=num_bytes)
+    splits = (output_splits, input_splits, group, async_op)
+    work = dist.all_to_all_single(output, input.contiguous(), *splits)
+    return Pending(work, "all-to-all") if async_op else None
 
 
 def _describe_hop(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -354,4 +290,5 @@ def pass_to_next(
     rows = len(input)
     given = [rows if other == (rank + 1) % size else 0 for other in range(size)]
     taken = [rows if other == (rank - 1) % size else 0 for other in range(size)]
-    return Pending(_start_rows(output, input, group, taken, given, rows), "ring-hop")
+    work = dist.all_to_all_single(output, input.contiguous(), taken, given, group, True)
+    return Pending(work, "ring-hop")

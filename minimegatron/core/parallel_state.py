@@ -6,7 +6,8 @@ ranks for embeddings live in `rank_generator` and are imported here, where Megat
 
 One process group stands for each distinct set of ranks: with tp=1, the model group and the pipeline
 group are the same object. A group of all ranks is made anew beside the default group. Megatron makes
-one group per kind; each costs connections, and with gloo threads.
+one group per kind; each costs connections, and with gloo threads. Where the default group is gloo's,
+these are `minimegatron.backend`'s: small tensors go through memory that the ranks share.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from functools import partial
 
 import torch.distributed as dist
 
+from minimegatron import backend
+from minimegatron.core.collectives import is_tagged
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.rank_generator import (
@@ -162,7 +165,7 @@ def _create_groups(
     member of would leave the others waiting. The default group serves for none of them, so that
     after a failure all can be made anew.
     """
-    me = dist.get_rank()
+    me, over = dist.get_rank(), backend.in_place_of(dist.get_backend())
     kinds_of: dict[tuple[int, ...], list[str]] = {}
     for kind in GROUP_KINDS:
         for ranks in groups[kind.name]:
@@ -171,7 +174,7 @@ def _create_groups(
     by_kind: dict[str, dist.ProcessGroup | None] = {kind.name: None for kind in GROUP_KINDS}
     created = []
     for ranks, names in kinds_of.items():
-        group = dist.new_group(list(ranks), timeout=timeout, group_desc="+".join(names))
+        group = dist.new_group(list(ranks), timeout, over, group_desc="+".join(names))
         if me in ranks:
             if len(ranks) > 1:
                 # The group connects now. With gloo, a rank that destroys a group breaks connections
@@ -251,9 +254,9 @@ def _rank(kind: str) -> int:
 
 
 def _on_gloo(group: dist.ProcessGroup, title: str) -> dist.ProcessGroup:
-    """`group`, if it sends the CPU's tensors over gloo."""
-    config = str(dist.get_backend_config(group))
-    if "cpu:gloo" not in config:
+    """`group`, if it sends the CPU's tensors."""
+    if not is_tagged(group):
+        config = str(dist.get_backend_config(group))
         raise RuntimeError(
             f"the {title} group sends over {config}, and no second group over gloo is made; call "
             'torch.distributed.new_group(ranks, backend="gloo") on all ranks and use that group'
@@ -291,7 +294,7 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False) -> dist.Pr
     """The group of `get_data_parallel_group`, for tensors on the CPU.
 
     Megatron makes a second group; here it is the same one. Raises RuntimeError as `get_group`, and
-    if that group does not send over gloo.
+    if that group sends over NCCL.
     """
     return _on_gloo(get_data_parallel_group(with_context_parallel), "data")
 

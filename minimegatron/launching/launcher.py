@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend import in_place_of
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.network import keep_to_loopback, loopback_address
 from minimegatron.core.output import keep_printing, take_numbers
@@ -479,7 +480,9 @@ def _initialize(seat: _Seat) -> None:
     set_device(seat.device, seat.rank, seat.nprocs)
     store = dist.TCPStore(seat.store_address, seat.store_port, is_master=False)
     backend = seat.backend or choose_backend(seat.nprocs)
-    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.nprocs)
+    dist.init_process_group(
+        in_place_of(backend), store=store, rank=seat.rank, world_size=seat.nprocs
+    )
 
 
 def _may_leave(report: bytes, channel: connection.Connection) -> bool:

@@ -14,9 +14,6 @@ from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import require_valid
 from minimegatron.planner.simulator import Costs
 
-Channel = tuple[str, int]
-"""(payload, chunk that sends it), on one rank."""
-
 
 def make_step(schedule: Schedule, *args: Any, **sizes: Any) -> LoweredStep:
     """A step of a schedule that names its messages, ready to run; arguments as for `plan.plan`.
@@ -27,8 +24,8 @@ def make_step(schedule: Schedule, *args: Any, **sizes: Any) -> LoweredStep:
     return LoweredStep(step.config, step.ranks, count_unreceived(step))
 
 
-def count_unreceived(plan: Plan) -> list[dict[Channel, int]]:
-    """Per rank and channel, the most messages that are sent and not yet received, at any time.
+def count_unreceived(plan: Plan) -> list[int]:
+    """Per rank, the most messages of a payload to a peer that are sent and not yet received.
 
     A forward takes one unit of time, a backward two, either half of it one, a message none, and no
     send waits. A message of an overlapped call counts until the work that needs it begins. What is
@@ -36,22 +33,22 @@ def count_unreceived(plan: Plan) -> list[dict[Channel, int]]:
 
     >>> from minimegatron.planner.plan import plan
     >>> count_unreceived(plan("1f1b", 2, 4))
-    [{('activation', 0): 1}, {('gradient', 0): 1}]
+    [1, 1]
     """
     execution = execute(plan, Costs(1, 2).of_plan(plan), defaultdict(int), BUFFERED)
     needed = _needed_at(plan, execution.starts)
-    changes: list[dict[Channel, list]] = [defaultdict(list) for _ in plan.ranks]
+    changes: list[dict[tuple[str, int], list]] = [defaultdict(list) for _ in plan.ranks]
     for sends, receives in match_messages(plan).values():
         for send, receive in zip(sends, receives, strict=True):
             sender, index = send.place
-            changed = changes[sender][send.message.payload, send.message.chunk]
+            changed = changes[sender][send.message.payload, send.message.peer]
             changed.append((execution.starts[sender][index], 1))
             receiver, index = receive.place
             received, message = execution.ends[receiver][index], receive.message
             if plan.ranks[receiver][index].overlap:
                 received = needed[receiver][message.payload, message.microbatch, message.chunk]
             changed.append((received, -1))
-    return [{channel: _peak(of) for channel, of in sorted(mine.items())} for mine in changes]
+    return [max(map(_peak, mine.values()), default=0) for mine in changes]
 
 
 def _needed_at(

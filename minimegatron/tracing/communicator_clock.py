@@ -103,7 +103,8 @@ class CommunicatorClock:
     # -- What the calls tell --
 
     def _look_at_start(self, call: Call, record: Any) -> None:
-        group, result, message = call.arguments.get("group"), call.result, record.attributes
+        group, result = call.arguments["self"].pp_group, call.result
+        message = record.attributes
         if result is None or not _is_nccl(group):
             return
         is_alone = isinstance(result, dist.Work)

@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend import in_place_of
 from minimegatron.core import parallel_state, tensor_parallel
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.network import (
@@ -168,7 +169,7 @@ def _init_process_group(args: Arguments) -> None:
         if note is not None and args.local_rank == 0:
             print(f"minimegatron: {note}", file=sys.stderr, flush=True)
     dist.init_process_group(
-        chosen.backend,
+        in_place_of(chosen.backend),
         rank=args.rank,
         world_size=args.world_size,
         timeout=timeout,

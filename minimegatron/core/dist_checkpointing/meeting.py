@@ -8,8 +8,10 @@ import time
 import warnings
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from minimegatron.core.collectives import is_tagged
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.utils import get_device
 from minimegatron.core.words import first_few
@@ -64,7 +66,8 @@ def _comes(store: dist.Store, key: str, seconds: float) -> bool:
 
 
 def _time_limit(group: dist.ProcessGroup) -> float:
-    return group._get_backend(get_device()).options._timeout.total_seconds()
+    device = torch.device("cpu") if is_tagged(group) else get_device()
+    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def _missing(store: dist.Store, meeting: str, what: str, begin: float) -> str:

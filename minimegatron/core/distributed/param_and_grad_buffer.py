@@ -24,11 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, reduce_scatter
+from minimegatron.core.collectives import (
+    ReduceOp,
+    all_gather,
+    all_reduce,
+    new_lane,
+    reduce_scatter,
+)
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.local_host import new_lane
 from minimegatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 from minimegatron.core.tracing import traced

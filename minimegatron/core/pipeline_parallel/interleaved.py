@@ -18,9 +18,9 @@ import torch
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.pipeline_parallel.combined_1f1b import CombinedSteps
 from minimegatron.core.pipeline_parallel.orders import require_usual_placement
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, communicator_of
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
-from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_plan
+from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_limit
 from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     framed_schedule,
@@ -64,7 +64,7 @@ def forward_backward_pipelining_with_interleaving(
     config = get_model_config(model[0])
     _check_arguments(model, data_iterator, config, adjust_tensor_shapes_fn)
     pg_collection = groups_of_step(model[0], pg_collection)
-    p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
+    p2p = p2p_communicator or communicator_of(pg_collection, config)
     if isinstance(p2p, P2PCommunicator):  # somebody else's has Megatron's nine methods, and no more
         p2p.refuse_a_ring_of_two()
     order = InterleavedOrder(
@@ -82,7 +82,7 @@ def forward_backward_pipelining_with_interleaving(
         p2p,
         forward_only,
         order.table,
-        get_interleaved_send_plan(order, config.overlap_p2p_comm),
+        get_interleaved_send_limit(order, config.overlap_p2p_comm),
     )
     (tensor_shape,) = get_tensor_shapes(
         seq_length=seq_length,

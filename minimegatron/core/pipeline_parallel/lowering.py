@@ -27,7 +27,7 @@ exchange(receive activation of microbatch 1, chunk 0 from rank 0)
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -62,9 +62,6 @@ EXCHANGE = "exchange"
 
 TIMES = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
 
-Channel = tuple[str, int]
-"""(payload, chunk that sends it), on one rank; the two decide which neighbour it goes to."""
-
 
 @dataclass(frozen=True)
 class LoweredStep:
@@ -72,8 +69,8 @@ class LoweredStep:
 
     config: PlanConfig
     ranks: list[list[Action]]
-    limits: list[Mapping[Channel, int]]
-    """The most messages of each channel that are sent and not yet used; see `send_limits`."""
+    limits: list[int]
+    """The most messages of a payload to one peer that are sent and not yet used; see `send_limits`."""
 
 
 def lowered_step(config: PlanConfig, schedule: Schedule | None = None) -> LoweredStep:
@@ -183,14 +180,14 @@ def simulate_orders(orders: list[list[Work]], config: PlanConfig) -> Times:
     return times
 
 
-def count_unreceived(
-    orders: list[list[Work]], times: Times, placement: Placement
-) -> list[Mapping[Channel, int]]:
-    """Per rank and channel, the most messages that are sent and not yet used, at any time.
+def count_unreceived(orders: list[list[Work]], times: Times, placement: Placement) -> list[int]:
+    """Per rank, the most messages of a payload to a peer that are sent and not yet used, at any time.
 
     What is sent and used at the same moment has been there.
     """
-    changes: list[dict[Channel, list[tuple[int, int]]]] = [defaultdict(list) for _ in orders]
+    changes: list[dict[tuple[str, int], list[tuple[int, int]]]] = [
+        defaultdict(list) for _ in orders
+    ]
     for rank, order in enumerate(orders):
         for work, start in zip(order, times.starts[rank], strict=True):
             for part in work.parts or (work,):
@@ -199,8 +196,8 @@ def count_unreceived(
                     continue
                 payload, (maker, chunk) = source
                 sent = times.made[payload, part.microbatch, maker, chunk]
-                changes[maker][payload, chunk] += [(sent, 1), (start, -1)]
-    return [{channel: _peak(of) for channel, of in sorted(mine.items())} for mine in changes]
+                changes[maker][payload, rank] += [(sent, 1), (start, -1)]
+    return [max(map(_peak, mine.values()), default=0) for mine in changes]
 
 
 def _peak(changes: list[tuple[int, int]]) -> int:

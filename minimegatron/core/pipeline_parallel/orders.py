@@ -41,17 +41,17 @@ from minimegatron.core.pipeline_parallel.work import (
     BACKWARD_WEIGHT,
     COOLDOWN,
     FORWARD,
+    INTERLEAVED,
     KINDS,
+    NO_PIPELINING,
+    ONE_F_ONE_B,
     STEADY,
     WARMUP,
     Work,
     pair,
 )
 
-NO_PIPELINING = "no-pipelining"
 GPIPE = "gpipe"
-ONE_F_ONE_B = "1f1b"
-INTERLEAVED = "interleaved"
 COMBINED = "combined"
 BREADTH_FIRST = "breadth-first"
 

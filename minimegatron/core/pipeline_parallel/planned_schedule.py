@@ -11,15 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from minimegatron.core.collectives import is_tagged
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel import transport
 from minimegatron.core.pipeline_parallel.lowering import (
     EXCHANGE,
     LoweredStep,
     lowered_step,
-    source_of,
     target_of,
 )
 from minimegatron.core.pipeline_parallel.orders import (
@@ -30,19 +28,19 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     require_own_name,
 )
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, sends_shapes
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    P2PCommunicator,
+    TensorMessage,
+    communicator_of,
+    sends_shapes,
+)
 from minimegatron.core.pipeline_parallel.runnable import (
     check_step,
     count_in_flight,
     require_agreement,
     work_of,
 )
-from minimegatron.core.pipeline_parallel.send_limits import (
-    FORWARD_ONLY_SEND_LIMIT,
-    SEND_LIMIT,
-    SendPlan,
-    limits_above_least,
-)
+from minimegatron.core.pipeline_parallel.send_limits import least_send_limit
 from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     framed_schedule,
@@ -52,7 +50,6 @@ from minimegatron.core.pipeline_parallel.step_frame import (
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.pipeline_parallel.work import (
     ACTIVATION,
-    BACKWARD,
     COMMUNICATE,
     FORWARD,
     GRADIENT,
@@ -93,7 +90,7 @@ def _lowered(
 ) -> LoweredStep:
     vp_size = p2p.virtual_pipeline_model_parallel_size
     placement = schedule.placed(p2p.pp_group.size(), vp_size)
-    wire = _wire_of(p2p.transport.matches_by_tag, p2p.config)
+    wire = _wire_of(p2p.is_tagged, p2p.config)
     config = PlanConfig(
         schedule.name,
         p2p.pp_group.size(),
@@ -108,9 +105,9 @@ def _lowered(
     return lowered_step(config, schedule)
 
 
-def _wire_of(is_tagged: bool, config: ModelParallelConfig) -> str:
+def _wire_of(has_tags: bool, config: ModelParallelConfig) -> str:
     """The wire to lower for. A receive that waits for its sizes must not be asked for early."""
-    return TAGGED if is_tagged and not sends_shapes(config) else UNTAGGED
+    return TAGGED if has_tags and not sends_shapes(config) else UNTAGGED
 
 
 def _with_its_messages(
@@ -135,11 +132,10 @@ def _describe_wire(arguments: dict[str, Any]) -> dict[str, Any]:
     p2p, models = arguments.get("p2p_communicator"), arguments["model"]
     model = models[0] if isinstance(models, list) else models
     if p2p is not None:
-        is_tagged = p2p.transport.matches_by_tag
+        has_tags = p2p.is_tagged
     else:
-        group = groups_of_step(model, arguments.get("pg_collection")).pp
-        is_tagged = dist.get_backend(group) == "gloo"
-    return {"wire": _wire_of(is_tagged, get_model_config(model))}
+        has_tags = is_tagged(groups_of_step(model, arguments.get("pg_collection")).pp)
+    return {"wire": _wire_of(has_tags, get_model_config(model))}
 
 
 def planned_forward_backward_func(
@@ -179,7 +175,7 @@ def planned_forward_backward_func(
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
         pg_collection = groups_of_step(models[0], pg_collection)
-        p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
+        p2p = p2p_communicator or communicator_of(pg_collection, config)
         step = make_step(p2p, num_microbatches, forward_only)
         rank = p2p.pp_group.rank()
         check_step(step, config, models, iterators)
@@ -223,21 +219,13 @@ def _make_frame(
     forwards = None
     if p2p.virtual_pipeline_model_parallel_size is not None:
         forwards = [(a.microbatch, a.chunk) for a in work_of(step.ranks[rank]) if a.kind == FORWARD]
-    least = FORWARD_ONLY_SEND_LIMIT if forward_only else SEND_LIMIT
-    limits = limits_above_least(step.limits[rank], forward_only)
-    # The nine methods are not told which chunk sends; `exchange` is.
-    chunks: dict[str, list[int]] = {ACTIVATION: [], GRADIENT: []}
-    for action in step.ranks[rank]:
-        for message in action.messages:
-            if message.direction == SEND:
-                chunks[message.payload].append(message.chunk)
     return StepFrame(
         config,
         pg_collection,
         p2p if p2p.pp_group.size() > 1 else None,
         forward_only,
         forwards,
-        SendPlan(least, limits, chunks),
+        max(least_send_limit(forward_only), step.limits[rank]),
     )
 
 
@@ -383,17 +371,9 @@ class PlannedRun:
             return None
         return self._made.pop((message.payload, message.microbatch, message.chunk))
 
-    def _message(self, message: Message, tensor: torch.Tensor | None) -> transport.TensorMessage:
-        if tensor is not None:
-            return transport.TensorMessage(
-                True, tensor, message.peer, message.payload, message.chunk
-            )
-        user = FORWARD if message.payload == ACTIVATION else BACKWARD
-        work = Action(user, self.rank, None, message.microbatch, message.chunk)
-        _, maker = source_of(self.placement, self.rank, work)
-        return transport.TensorMessage(
-            False, None, message.peer, message.payload, maker.chunk, self.shape
-        )
+    def _message(self, message: Message, tensor: torch.Tensor | None) -> TensorMessage:
+        shape = self.shape if tensor is None else None
+        return TensorMessage(tensor is not None, tensor, message.peer, message.payload, shape)
 
 
 def call_method(

@@ -26,13 +26,8 @@ from minimegatron.core.pipeline_parallel.combined_1f1b import run_on_one_stage
 from minimegatron.core.pipeline_parallel.interleaved import (
     forward_backward_pipelining_with_interleaving,
 )
-from minimegatron.core.pipeline_parallel.orders import (
-    INTERLEAVED,
-    NO_PIPELINING,
-    ONE_F_ONE_B,
-    require_usual_placement,
-)
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.orders import require_usual_placement
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, communicator_of
 from minimegatron.core.pipeline_parallel.planned_schedule import get_named_forward_backward_func
 from minimegatron.core.pipeline_parallel.schedule_table import (
     RankMicrobatches,
@@ -59,6 +54,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     set_current_microbatch,
     tell_whole_length,
 )
+from minimegatron.core.pipeline_parallel.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config, unwrap_model
 
@@ -323,7 +319,7 @@ def _groups_for_1f1b(
     if config.pipeline_schedule is not None:
         require_usual_placement(config)
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    return p2p_communicator or P2PCommunicator(pg_collection.pp, config), pg_collection
+    return p2p_communicator or communicator_of(pg_collection, config), pg_collection
 
 
 def _message_shapes(

@@ -39,18 +39,9 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.p2p_communication import (
-    P2PCommunicator,
-    get_transport,
-    links_of,
-    sends_shapes,
-)
-from minimegatron.core.pipeline_parallel.send_limits import (
-    FORWARD_ONLY_SEND_LIMIT,
-    SEND_LIMIT,
-    SendPlan,
-)
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, sends_shapes
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
+from minimegatron.core.pipeline_parallel.work import FORWARD_ONLY_SEND_LIMIT, SEND_LIMIT
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
@@ -75,7 +66,7 @@ class StepFrame(NoFrame):
         forward_only: no backward.
         forward_order: (microbatch, chunk) of each forward, with interleaving; says which chunk's
             parameters will be needed next. None for one chunk.
-        sends: see `P2PCommunicator.begin_step`; None for what one chunk per stage needs.
+        send_limit: see `P2PCommunicator.begin_step`; None for what one chunk per stage needs.
     """
 
     num_begun = 0
@@ -88,12 +79,12 @@ class StepFrame(NoFrame):
         p2p: P2PCommunicator | None,
         forward_only: bool,
         forward_order: Sequence[tuple[int, int]] | None = None,
-        sends: SendPlan | None = None,
+        send_limit: int | None = None,
     ):
         self.config, self.pg_collection, self.p2p = config, pg_collection, p2p
         self.forward_only = forward_only
         least = FORWARD_ONLY_SEND_LIMIT if forward_only else SEND_LIMIT
-        self._sends = sends or SendPlan(least)
+        self._send_limit = send_limit or least
         self.stage = 0 if p2p is None else p2p.pp_group.rank()
         self.num_stages = 1 if p2p is None else p2p.pp_group.size()
         # Somebody else's communicator has Megatron's nine methods, and no more.
@@ -134,11 +125,11 @@ class StepFrame(NoFrame):
 
     def __enter__(self) -> "StepFrame":
         self._groups, self._others = _groups_of_a_step(self.pg_collection, self.forward_only)
-        self._has_begun_messages = False
         try:
             StepFrame.num_begun += 1
             collectives.begin_step(self._groups, self._others, self.forward_only)
-            self._begin_messages()
+            if self._knows_steps:
+                self.p2p.begin_step(self._send_limit)
             # The chunk that ends in the loss, if it is here, is the last of this list.
             chunks = sorted(self.chunks, key=lambda chunk: chunk.is_last_stage)
             self._embedding_module = clear_embedding_activation_buffer(
@@ -151,11 +142,6 @@ class StepFrame(NoFrame):
             self._give_up(error)
             raise
         return self
-
-    def _begin_messages(self) -> None:
-        if self._knows_steps and not self._has_begun_messages:
-            self.p2p.begin_step(self._sends)
-        self._has_begun_messages = True
 
     # -- Around one forward, one backward --
 
@@ -235,19 +221,14 @@ class StepFrame(NoFrame):
             is_final = self.config.finalize_model_grads_func is not None
             names = ("tp", "pp", "dp_cp") if is_final else ("tp", "pp")
             collectives.meet(_real(vars(self.pg_collection).get(name) for name in names))
-        if self._knows_steps:
-            self.p2p.end_step()
         collectives.end_step(self._groups + self._others)
 
     def _give_up(self, error: BaseException) -> None:
-        reason = _reason_of(error)
         if self._knows_steps:
-            with suppress(Exception):  # the first error is the one to be seen
-                self._begin_messages()
-            self.p2p.abandon(reason)
-        collectives.abandon(self._groups + self._others, reason)
+            self.p2p.abandon()
+        collectives.abandon(self._groups + self._others, _reason_of(error))
         if hasattr(self, "_state") and not self.forward_only:
-            with suppress(Exception):
+            with suppress(Exception):  # the first error is the one to be seen
                 self._state.put_back()
         if hasattr(self, "grad_sync"):
             with suppress(Exception):
@@ -560,32 +541,15 @@ def framed_schedule(
 
 
 def _fail_before_begun(arguments: dict[str, Any], error: BaseException) -> None:
-    """Begins the step here and fails it, because other ranks have begun it.
-
-    In the order of a step that does begin, because a group's first step connects its ranks.
-    """
+    """Begins the step here and fails it, because other ranks have begun it."""
     StepFrame.num_begun += 1
     with suppress(Exception):  # the first error is the one to be seen
         pg_collection = arguments.get("pg_collection")
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         forward_only = arguments.get("forward_only", False)
         groups, others = _groups_of_a_step(pg_collection, forward_only)
-        p2p = arguments.get("p2p_communicator")
-        if pg_collection.pp in groups and isinstance(p2p, P2PCommunicator | None):
-            config = _config_of(arguments.get("model"))
-            links = [] if config is None else links_of(config)
-            transport = get_transport(pg_collection.pp, links)
-            if transport.matches_by_tag:
-                transport.begin_step()
-                transport.abandon(_reason_of(error))
         collectives.begin_step(groups, others, forward_only)
         collectives.abandon(groups + others, _reason_of(error))
-
-
-def _config_of(model: Any) -> ModelParallelConfig | None:
-    with suppress(Exception):  # the caller gave no model: that may be what failed
-        return get_model_config(model[0] if isinstance(model, list) else model)
-    return None
 
 
 def _reason_of(error: BaseException) -> str:

@@ -33,6 +33,13 @@ RECEIVE = "receive"
 ACTIVATION = "activation"
 GRADIENT = "gradient"
 
+NO_PIPELINING, ONE_F_ONE_B, INTERLEAVED = "no-pipelining", "1f1b", "interleaved"
+"""Schedules that are written out."""
+
+SEND_LIMIT, FORWARD_ONLY_SEND_LIMIT = 2, 4
+"""How many messages may lie unreceived, at least: while one is used, the next one travels. In a
+forward-only step nothing comes back that would hold the first stage."""
+
 WARMUP = "warmup"
 STEADY = "steady"
 COOLDOWN = "cooldown"

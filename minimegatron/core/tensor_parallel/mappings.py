@@ -115,12 +115,10 @@ def _exchange(
     group: Any,
     output_splits: Sequence[int] | None,
     input_splits: Sequence[int] | None,
-    most_rows: int | None,
 ) -> torch.Tensor:
     num_rows = tensor.size(0) if output_splits is None else sum(output_splits)
     output = tensor.new_empty((num_rows, *tensor.shape[1:]))
-    splits = (output_splits, input_splits)
-    collectives.all_to_all(output, tensor, group, *splits, most_rows=most_rows)
+    collectives.all_to_all(output, tensor, group, output_splits, input_splits)
     return output
 
 
@@ -239,14 +237,14 @@ class _AllToAll(torch.autograd.Function):
     """What came from rank j goes back to rank j: the transpose has the splits exchanged."""
 
     @staticmethod
-    def forward(ctx, group, input_, output_split_sizes, input_split_sizes, most_rows=None):
-        ctx.group, ctx.splits = group, (input_split_sizes, output_split_sizes, most_rows)
-        return _exchange(input_, group, output_split_sizes, input_split_sizes, most_rows)
+    def forward(ctx, group, input_, output_split_sizes, input_split_sizes):
+        ctx.group, ctx.splits = group, (input_split_sizes, output_split_sizes)
+        return _exchange(input_, group, output_split_sizes, input_split_sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        return None, _exchange(grad_output, ctx.group, *ctx.splits), None, None, None
+        return None, _exchange(grad_output, ctx.group, *ctx.splits), None, None
 
 
 # -- The functions to call --
@@ -330,13 +328,11 @@ def all_to_all(
     input_: torch.Tensor,
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    *,
-    most_rows: int | None = None,
 ) -> torch.Tensor:
     """[n, ...] -> [n', ...]: `input_split_sizes[j]` rows go to rank j, `output_split_sizes_[j]` come.
 
-    None: the same number for all. `most_rows` and what is raised: as for `collectives.all_to_all`.
+    None: the same number for all. Raises as `collectives.all_to_all`.
     """
     if group.size() == 1:
         return input_
-    return _AllToAll.apply(group, input_, output_split_sizes_, input_split_sizes, most_rows)
+    return _AllToAll.apply(group, input_, output_split_sizes_, input_split_sizes)

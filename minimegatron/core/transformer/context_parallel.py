@@ -385,7 +385,7 @@ def _tokens_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     """[s/c, b, heads, d] -> [s, b, heads/c, d]: all tokens, in their order, of this rank's heads."""
     ranks = group.size()
     by_rank = tensor.unflatten(2, (ranks, -1)).movedim(2, 0)
-    tokens = all_to_all(group, by_rank.contiguous(), most_rows=1).flatten(0, 1)
+    tokens = all_to_all(group, by_rank.contiguous()).flatten(0, 1)
     return tokens.index_select(0, _order(len(tokens), ranks, tensor.device).argsort())
 
 
@@ -394,7 +394,7 @@ def _heads_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     ranks = group.size()
     by_rank = tensor.index_select(0, _order(len(tensor), ranks, tensor.device))
     by_rank = by_rank.unflatten(0, (ranks, -1))
-    return all_to_all(group, by_rank, most_rows=1).movedim(0, 2).flatten(2)
+    return all_to_all(group, by_rank).movedim(0, 2).flatten(2)
 
 
 def _whole_mask(mask: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Tensor | None:

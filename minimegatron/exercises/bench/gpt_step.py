@@ -74,6 +74,10 @@ class Seat:
     def size(self) -> int:
         return self.num_places
 
+    def name(self) -> str:
+        """Of a backend whose messages have no tags."""
+        return "nccl"
+
 
 def _transformer_config(case: StepCase) -> TransformerConfig:
     style: dict[str, Any] = {}

@@ -8,32 +8,64 @@ Every transport counts time: a message takes 1 from when both ends are there, ev
 none. So "how long does an exchange take?" has an exact answer, on any machine.
 """
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import Done
-from minimegatron.core.pipeline_parallel.transport import (
-    ACTIVATION,
-    GRADIENT,
-    TensorMessage,
-    describe_message,
-)
-from minimegatron.core.tracing import traced
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
+from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 from minimegatron.exercises.bench.feedback import Wrong
+from minimegatron.exercises.bench.replacing import installed
 
-GET_TRANSPORT = "minimegatron.core.pipeline_parallel.p2p_communication.get_transport"
-"""What `installed(RendezvousTransport, ...)` replaces."""
+MODULE = "minimegatron.core.pipeline_parallel.p2p_communication."
 PAYLOADS = (ACTIVATION, GRADIENT)
 _HEADER, _DATA, _ANSWER = 21, 22, 23
 
 
+@contextlib.contextmanager
+def without_tags() -> "Iterator[list[RendezvousTransport]]":
+    """Within it, each communicator sends over a `RendezvousTransport`; yields those that were made."""
+    _made.clear()
+
+    def start(self: P2PCommunicator, message: TensorMessage) -> Any:
+        return transport_of(self).start(message)
+
+    def operation(self: P2PCommunicator, message: TensorMessage) -> Any:
+        return transport_of(self).start_in_batch(message)
+
+    def start_batch(self: P2PCommunicator, messages: list[TensorMessage]) -> list[Any]:
+        # Sends first: what is on its way tells the time before anything of the batch is over.
+        in_order = sorted(messages, key=lambda message: not message.is_send)
+        works = {id(message): self._operation(message) for message in in_order}
+        return [works[id(message)] for message in messages]
+
+    with (
+        installed(lambda group: False, MODULE + "is_tagged"),
+        installed(start, MODULE + "P2PCommunicator.start"),
+        installed(operation, MODULE + "P2PCommunicator._operation"),
+        installed(start_batch, MODULE + "P2PCommunicator.start_batch"),
+    ):
+        yield _made
+
+
+_made: "list[RendezvousTransport]" = []
+
+
+def transport_of(communicator: P2PCommunicator) -> "RendezvousTransport":
+    """The one of this communicator, its attribute `transport`: made when it is first asked for."""
+    if not hasattr(communicator, "transport"):
+        communicator.transport = RendezvousTransport(communicator.pp_group)
+        _made.append(communicator.transport)
+    return communicator.transport
+
+
 class RendezvousTransport:
     """One stage's end of all its links."""
-
-    matches_by_tag = False
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -41,21 +73,13 @@ class RendezvousTransport:
         self.num_messages = 0
         self._num_received: dict[int, int] = {}
 
-    @traced("p2p-start", describe_message)
     def start(self, message: TensorMessage) -> Done:
         """Returns once the message is through."""
         self._offer(message).wait()
         return Done()
 
-    def start_batch(self, messages: list[TensorMessage]) -> "list[_Sending | _Receiving]":
-        """Returns at once. None of the messages waits for another of the batch."""
-        # Sends first: what is on its way tells the time before anything of the batch is over.
-        in_order = sorted(messages, key=lambda message: not message.is_send)
-        works = {id(message): self._start_in_batch(message) for message in in_order}
-        return [works[id(message)] for message in messages]
-
-    @traced("p2p-start", describe_message)
-    def _start_in_batch(self, message: TensorMessage) -> "_Sending | _Receiving":
+    def start_in_batch(self, message: TensorMessage) -> "_Sending | _Receiving":
+        """Returns at once. The message waits for no other of the batch."""
         work = self._offer(message)
         if isinstance(work, _Receiving):
             work.run_aside()

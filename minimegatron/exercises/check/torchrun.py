@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from minimegatron.backend import in_place_of
 from minimegatron.core.utils import set_device
 from minimegatron.doctor.session import stop_watching, watch_ranks
 from minimegatron.exercises.bench.feedback import num_of
@@ -64,7 +65,7 @@ def check_in_torchrun(path: Path) -> int:
     end_properly()
     failures.watch_launcher()
     store = find_each_other(rank, world_size, default_pg_timeout)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    dist.init_process_group(in_place_of("gloo"), rank=rank, world_size=world_size, store=store)
     return _check(exercise, path, began)
 
 

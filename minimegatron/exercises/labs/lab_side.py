@@ -117,14 +117,12 @@ def _compare(job: LabJob, expected: _Expected) -> None:
     with _moving():
         gpt = importlib.import_module("minimegatron.exercises.bench.gpt_step")
         rendezvous = importlib.import_module("minimegatron.exercises.bench.untagged_messages")
-        replacing = importlib.import_module("minimegatron.exercises.bench.replacing")
     step = gpt.on_these_ranks(job.layout)
     case, groups = step.case, step.groups
     held = _HeldMicrobatches()
     with contextlib.ExitStack() as around:
         if job.strict:
-            ours = (rendezvous.RendezvousTransport, rendezvous.GET_TRANSPORT)
-            around.enter_context(replacing.installed(*ours))
+            around.enter_context(rendezvous.without_tags())
         around.enter_context(observed_by(held))
         reports = step.forward_backward()
     if expected.is_last_stage:

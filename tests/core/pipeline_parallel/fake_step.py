@@ -14,7 +14,6 @@ import torch
 from minimegatron.core import utils
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.orders import get_schedule
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedule_node import AbstractSchedulePlan, ScheduleNode
 from minimegatron.core.pipeline_parallel.schedules import (
@@ -35,7 +34,7 @@ from minimegatron.planner.actions import (
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests.fake_streams import PAIRS, TAGS, TOGETHER, Machine, Post
-from tests.fake_transport import FakeGroup, FakeTransport, Network, no_numbers
+from tests.fake_transport import FakeCommunicator, FakeGroup, FakeTransport, Network, no_numbers
 
 SHAPE = (1, 1, 2)
 
@@ -231,7 +230,7 @@ def run_program(case: Case, network: Network, rank: int) -> list:
             function = get_planned_forward_backward_func(case.planned)
         if case.order is not None:
             function = get_forward_backward_func(case.p, case.v, case.order)
-        reports = function(p2p_communicator=P2PCommunicator(group, config, transport), **arguments)
+        reports = function(p2p_communicator=FakeCommunicator(group, config, transport), **arguments)
     transport.compute("whatever follows the step")  # the communicator is gone, and what it held
     return reports
 

@@ -22,10 +22,12 @@ from minimegatron.core.pipeline_parallel.orders import (
     register_order,
     unregister,
 )
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    ACTIVATION,
+    GRADIENT,
+    TensorMessage,
+)
 from minimegatron.core.pipeline_parallel.placement import LINE, LOOP, Placement, V
-from minimegatron.core.pipeline_parallel.send_limits import SendPlan
-from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, TensorMessage
 from minimegatron.core.pipeline_parallel.work import BACKWARD, COMMUNICATE, FORWARD, Work
 from minimegatron.planner.plan import plan
 from minimegatron.planner.plan_check import check
@@ -39,7 +41,7 @@ from tests.core.pipeline_parallel.fake_step import (
 )
 from tests.core.pipeline_parallel.test_order import legal_groups
 from tests.fake_streams import PAIRS, TAGS, TOGETHER, Deadlock
-from tests.fake_transport import FakeGroup, FakeTransport, Network
+from tests.fake_transport import FakeCommunicator, FakeGroup, FakeTransport, Network
 
 SIZES = (2, 3, 4, 8)
 WIRES = {
@@ -191,8 +193,8 @@ def exchange_all(rank: int, p: int, messages: list, network: Network, batched: b
         pipeline_model_parallel_size=p, batch_p2p_comm=batched, pipeline_dtype=torch.float64
     )
     transport = FakeTransport(network, rank, tagged)
-    communicator = P2PCommunicator(FakeGroup(rank, p), config, transport)
-    communicator.begin_step(SendPlan(len(messages)))
+    communicator = FakeCommunicator(FakeGroup(rank, p), config, transport)
+    communicator.begin_step(len(messages))
     draw = random.Random(rank)
     mine = [(number, *m) for number, m in enumerate(messages) if rank in m[:2]]
     pending: list[tuple[int, object]] = []
@@ -236,7 +238,7 @@ def test_exchanges_of_any_peers_and_payloads_deliver_everything(p, wire):
 def test_an_exchange_of_nothing_starts_nothing():
     network = Network(2)
     config = ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float64)
-    communicator = P2PCommunicator(FakeGroup(0, 2), config, FakeTransport(network, 0))
+    communicator = FakeCommunicator(FakeGroup(0, 2), config, FakeTransport(network, 0))
     assert communicator.exchange([]) == []
     assert network.log[0] == []
 

@@ -25,7 +25,7 @@ from tests.core.pipeline_parallel.fake_step import (
     run_programs,
 )
 from tests.fake_streams import PAIRS, TOGETHER, Post
-from tests.fake_transport import Deadlock, FakeGroup, FakeTransport, Network, Race
+from tests.fake_transport import Deadlock, FakeCommunicator, FakeGroup, FakeTransport, Network, Race
 
 
 def legal_groups(p: int, M: int) -> list[int]:
@@ -185,7 +185,7 @@ def test_interleaving_refuses_short_groups():
 def test_two_stages_interleaved_and_batched_is_refused_with_the_reason():
     case = Case(2, 4, 2, 2)
     with pytest.raises(ValueError, match=r"swap activations and gradients.*batch_p2p_comm=False"):
-        P2PCommunicator(FakeGroup(0, 2), case.config(), FakeTransport(Network(2), 0))
+        FakeCommunicator(FakeGroup(0, 2), case.config(), FakeTransport(Network(2), 0))
 
 
 # -- Each protection is there for a reason: without it, the streams go wrong --

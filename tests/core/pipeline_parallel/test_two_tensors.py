@@ -13,7 +13,6 @@ import torch
 from minimegatron.core import utils
 from minimegatron.core.models.T5.stack_split import StackSplit
 from minimegatron.core.pipeline_parallel import schedules, steps
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
@@ -23,7 +22,7 @@ from minimegatron.planner.plan import plan
 from minimegatron.planner.stack_costs import messages_behind
 from tests.core.pipeline_parallel.fake_step import Case, Made
 from tests.fake_streams import PAIRS, TAGS, TOGETHER, Post
-from tests.fake_transport import FakeGroup, FakeTransport, Network, no_numbers
+from tests.fake_transport import FakeCommunicator, FakeGroup, FakeTransport, Network, no_numbers
 
 S_ENC, S_DEC, HIDDEN = 3, 1, 2
 STATE, STATE_GRADIENT = "encoder's output", "its gradient"
@@ -155,7 +154,7 @@ def run_case(case: Case, split: StackSplit) -> tuple[list[list], Network]:
                 decoder_seq_length=S_DEC,
                 micro_batch_size=1,
                 forward_only=case.forward_only,
-                p2p_communicator=P2PCommunicator(group, config, transport),
+                p2p_communicator=FakeCommunicator(group, config, transport),
                 pg_collection=ProcessGroupCollection(pp=group, tp=FakeGroup(), cp=FakeGroup()),
             )
             transport.compute("whatever follows the step")

@@ -16,7 +16,7 @@ NCCL, messages have no tags: the n-th send from one stage to another meets the n
 """
 
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import Message, Work
+from minimegatron.core.pipeline_parallel.p2p_communication import Message, Work
 
 
 def _start(self: P2PCommunicator, parts: dict[str, Message]) -> dict[str, Work]:

@@ -57,32 +57,22 @@ class TokenExchange:
     group: Any
     input_splits: list[int]
     output_splits: list[int]
-    most_rows: int | None = None
-    """No two ranks of the group exchange more; see `collectives.all_to_all`."""
 
     def start(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """[n, ...] -> (output [n', ...], a handle with `wait()`): a tensor of its own, also alone."""
         tensor = tensor.detach().contiguous()
         output = tensor.new_empty((sum(self.output_splits), *tensor.shape[1:]))
-        handle = collectives.all_to_all(
-            output,
-            tensor,
-            self.group,
-            self.output_splits,
-            self.input_splits,
-            async_op=True,
-            most_rows=self.most_rows,
-        )
+        splits = (self.output_splits, self.input_splits)
+        handle = collectives.all_to_all(output, tensor, self.group, *splits, async_op=True)
         return output, handle
 
     def reversed(self) -> "TokenExchange":
         """What came goes back: that of the backward, and that of the combine."""
-        return TokenExchange(self.group, self.output_splits, self.input_splits, self.most_rows)
+        return TokenExchange(self.group, self.output_splits, self.input_splits)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same with autograd, and over when it returns."""
-        splits = (self.output_splits, self.input_splits)
-        return all_to_all(self.group, tensor, *splits, most_rows=self.most_rows)
+        return all_to_all(self.group, tensor, self.output_splits, self.input_splits)
 
 
 class MoETokenDispatcher(ABC):
@@ -233,7 +223,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     @property
     def dispatch_exchange(self) -> TokenExchange:
         """The all-to-all of `token_dispatch`: first of the tokens, then of the probabilities."""
-        return TokenExchange(self.ep_group, self.input_splits, self.output_splits, self.most_rows)
+        return TokenExchange(self.ep_group, self.input_splits, self.output_splits)
 
     @property
     def combine_exchange(self) -> TokenExchange:
@@ -260,9 +250,6 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         counts = self._count_tokens(routing_map)
         own = counts[self.tp_rank, self.ep_group.rank()]
         self.input_splits = own.view(self.ep_size, -1).sum(dim=1).tolist()
-        # From any rank of the expert group to any other: all of them have all counts.
-        rows = counts[self.tp_rank].reshape(self.ep_size, self.ep_size, -1).sum(dim=2)
-        self.most_rows = rows.max().item()
         # [etp, e, local]: what comes here, and to the ranks that share my experts.
         self.num_tokens = counts[:, :, self.local_experts]
         self.output_splits = self.num_tokens[self.tp_rank].sum(dim=1).tolist()

@@ -10,16 +10,15 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import Done
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import (
-    ACTIVATION,
-    GRADIENT,
+from minimegatron.core.pipeline_parallel.p2p_communication import (
     Handle,
+    P2PCommunicator,
     TensorMessage,
 )
+from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 from minimegatron.exercises.bench.gpt_step import Seat, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
-from minimegatron.exercises.bench.untagged_messages import GET_TRANSPORT, RendezvousTransport
+from minimegatron.exercises.bench.untagged_messages import transport_of, without_tags
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 COMMUNICATOR = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator."
@@ -65,7 +64,8 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
     def exchange(
         self: P2PCommunicator, messages: Sequence[TensorMessage], overlap: bool = False
     ) -> list[Any]:
-        parts = {NAMES[m.is_send, m.payload]: self._prepared(m) for m in messages}
+        transport_of(self)  # as students' files of earlier years call it
+        parts = {NAMES[m.is_send, m.payload]: _ready(self, m) for m in messages}
         # In the stub's order on every stage: the order of `parts` must not be an answer.
         given = {name: parts[name] for name in OTHER_END if name in parts}
         self._in_order = WITHHELD["_in_order"]
@@ -83,7 +83,13 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
         return _run_ring(case.ring) if case.part == "rings" else _run_step(case)
 
 
-def _as_listed(self: P2PCommunicator, **given: Sequence[Any]) -> list[TensorMessage]:
+def _ready(self: P2PCommunicator, message: TensorMessage) -> TensorMessage:
+    if message.is_send:
+        return message._replace(tensor=message.tensor.detach().contiguous())
+    return self._with_memory(message)
+
+
+def _as_listed(self: P2PCommunicator, **given: Any) -> list[TensorMessage]:
     """The messages of one call, in the stub's order on every stage."""
     found = []
     for is_send, payload, offset in (
@@ -93,9 +99,10 @@ def _as_listed(self: P2PCommunicator, **given: Sequence[Any]) -> list[TensorMess
         (False, GRADIENT, 1),
     ):
         peer = self.next_rank if offset > 0 else self.prev_rank
-        for what in given.get(NAMES[is_send, payload], ()):
-            message = TensorMessage(False, None, peer, payload, 0, what)
-            found.append(self._sending(what, peer, payload) if is_send else message)
+        what = given.get(NAMES[is_send, payload])
+        for one in what if isinstance(what, list) else [what] * (what is not None):
+            tensor, shape = (one, None) if is_send else (None, one)
+            found.append(TensorMessage(is_send, tensor, peer, payload, shape))
     return found
 
 
@@ -131,7 +138,7 @@ def _check_handles(handles: Any, parts: dict[str, TensorMessage]) -> None:
         if not hasattr(handle, "wait"):
             raise Wrong(
                 f"{where} returned a {type(handle).__name__} as the handle of {name}\n"
-                "A handle is what self.transport.start(parts[name]) returns."
+                "A handle is what self.start(parts[name]) returns."
             )
 
 
@@ -150,9 +157,7 @@ class _Noting(Done):
 
 
 class _Listing:
-    """A transport that sends nothing: it lists what is started."""
-
-    matches_by_tag = False
+    """It sends nothing: it lists what is started."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -190,7 +195,7 @@ class _Listing:
                 how = f"starts {name} {times} times" if times else f"never starts {name}"
                 raise Wrong(
                     f"rank {dist.get_rank()}: _start {how}\n"
-                    "self.transport.start is called once for each message of `parts`."
+                    "self.start is called once for each message of `parts`."
                 )
         return self.started
 
@@ -219,12 +224,28 @@ def _orders(rank: int) -> dict[str, list[str]]:
     return found
 
 
+class _Listed(P2PCommunicator):
+    """A communicator whose messages are listed."""
+
+    def __init__(self, group: Seat, config: ModelParallelConfig, transport: _Listing):
+        self.transport = transport
+        super().__init__(group, config)
+
+    def start(self, message: TensorMessage) -> Done:
+        """Lists it."""
+        return self.transport.start(message)
+
+    def start_batch(self, messages: list[TensorMessage]) -> list[Done]:
+        """Refused."""
+        return self.transport.start_batch(messages)
+
+
 def _listing(stage: int, p: int) -> tuple[_Listing, P2PCommunicator]:
     config = ModelParallelConfig(
         pipeline_model_parallel_size=p, batch_p2p_comm=False, pipeline_dtype=torch.float64
     )
     listing = _Listing()
-    return listing, P2PCommunicator(Seat(stage, p), config, listing)
+    return listing, _Listed(Seat(stage, p), config, listing)
 
 
 def _judge_orders(answers: Sequence[dict[str, list[str]]]) -> str:
@@ -341,8 +362,11 @@ def _run_ring(p: int) -> dict[str, Any] | None:
     config = ModelParallelConfig(
         pipeline_model_parallel_size=p, batch_p2p_comm=False, pipeline_dtype=torch.float64
     )
-    transport = RendezvousTransport(group)
-    communicator = P2PCommunicator(group, config, transport)
+    with without_tags():
+        return _exchanged(group, P2PCommunicator(group, config))
+
+
+def _exchanged(group: dist.ProcessGroup, communicator: P2PCommunicator) -> dict[str, Any]:
     activation = torch.full((1, 1, 1), 10.0 + group.rank(), dtype=torch.float64)
     gradient = torch.full((1, 1, 1), -10.0 - group.rank(), dtype=torch.float64)
     from_prev, from_next = communicator.send_forward_backward_recv_forward_backward(
@@ -351,7 +375,7 @@ def _run_ring(p: int) -> dict[str, Any] | None:
     return {
         "activation": from_prev.item(),
         "gradient": from_next.item(),
-        "clock": transport.clock,
+        "clock": transport_of(communicator).clock,
     }
 
 
@@ -380,13 +404,7 @@ def _run_step(case: Case) -> dict[str, Any]:
     """A GPT's gradients, with the student's order."""
     step = on_these_ranks(case.step)
     step.config.batch_p2p_comm = False
-    made: list[RendezvousTransport] = []
-
-    def transport_of(group: dist.ProcessGroup) -> RendezvousTransport:
-        made.append(RendezvousTransport(group))
-        return made[-1]
-
-    with installed(transport_of, GET_TRANSPORT):
+    with without_tags() as made:
         step.forward_backward()
     return {
         "gradients": step.gradients(),

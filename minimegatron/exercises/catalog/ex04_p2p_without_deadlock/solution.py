@@ -5,8 +5,11 @@ So neighbours take turns: even stages send while odd ones receive, then the othe
 messages of one pair come in the same order on both sides, activations before gradients.
 """
 
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import Handle, TensorMessage
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    Handle,
+    P2PCommunicator,
+    TensorMessage,
+)
 
 
 def _start(self: P2PCommunicator, parts: dict[str, TensorMessage]) -> dict[str, Handle]:
@@ -14,7 +17,7 @@ def _start(self: P2PCommunicator, parts: dict[str, TensorMessage]) -> dict[str, 
     order = ["send_next", "recv_prev", "send_prev", "recv_next"]
     if self.curr_rank_in_pg % 2:
         order = ["recv_prev", "send_next", "recv_next", "send_prev"]
-    return {name: self.transport.start(parts[name]) for name in order if name in parts}
+    return {name: self.start(parts[name]) for name in order if name in parts}
 
 
 if __name__ == "__main__":

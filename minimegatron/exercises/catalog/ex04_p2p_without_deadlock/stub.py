@@ -8,15 +8,18 @@
 At the ends of the pipeline, and in some calls, only some of the four are there. With interleaving the
 stages form a ring: the last one's next stage is stage 0.
 
-`self.transport.start(message)` starts one message and returns a handle. It returns only when the
+`self.start(message)` starts one message and returns a handle. It returns only when the
 other stage has started the other end. (NCCL's call returns at once, and the GPU's stream waits.) As on
 NCCL, messages have no tags: the n-th send from one stage to another meets the n-th receive.
 
     self.curr_rank_in_pg   this stage's number       self.world_size   the number of stages
 """
 
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import Handle, TensorMessage
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    Handle,
+    P2PCommunicator,
+    TensorMessage,
+)
 
 
 def _start(self: P2PCommunicator, parts: dict[str, TensorMessage]) -> dict[str, Handle]:

@@ -24,7 +24,7 @@ from minimegatron.exercises.bench.gpt_step import (
 from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.bench.noting import note
 from minimegatron.exercises.bench.recorded_run import recorded, run_of
-from minimegatron.exercises.bench.untagged_messages import GET_TRANSPORT, RendezvousTransport
+from minimegatron.exercises.bench.untagged_messages import without_tags
 from minimegatron.exercises.catalog.ex06_one_f_one_b.watch import (
     COMPLAINT,
     END,
@@ -71,7 +71,7 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
     step = on_these_ranks(case.step)
     watch = Watch(student, step.groups.pp.rank(), case.p, case.M, case.forward_only)
     with (
-        installed(RendezvousTransport, GET_TRANSPORT),
+        without_tags(),
         installed(student.forward_backward_pipelining_without_interleaving, OURS),
         watch.watching(),
     ):

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step import StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
-from minimegatron.exercises.bench.untagged_messages import GET_TRANSPORT, RendezvousTransport
+from minimegatron.exercises.bench.untagged_messages import without_tags
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 STEPS = "minimegatron.core.pipeline_parallel.steps."
@@ -368,7 +368,7 @@ def _run_step(student: ModuleType, case: Case) -> dict[str, Any]:
         freed.append(num_bytes - (0 if out is None else out.untyped_storage().nbytes()))
 
     with (
-        installed(RendezvousTransport, GET_TRANSPORT),
+        without_tags(),
         installed(deallocate, STEPS + "deallocate_output_tensor"),
         installed(student.custom_backward, STEPS + "custom_backward"),
     ):
