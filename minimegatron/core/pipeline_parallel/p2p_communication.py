@@ -191,7 +191,7 @@ class P2PCommunicator:
         """Before the first message of a step; `send_limit` says how many may lie unreceived."""
         self.send_limit, self.is_tagged = send_limit, is_tagged(self.pp_group)
         # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
-        self._keeps_sent = not (self.is_tagged and hasattr(self.pp_group, "begin_step"))
+        self._keeps_sent = getattr(self.pp_group, "mesh", None) is None or not self.is_tagged
         if self._keeps_sent:
             self._unfinished_sends.clear()
         else:
