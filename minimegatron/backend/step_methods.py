@@ -80,7 +80,8 @@ class StepMethods:
         Its handle may be waited for again after a wait that failed. Of two such calls with one `lane`,
         from 0, the first on one rank is paired with the first on another, be it a step later.
         """
-        if self.mesh is None or self._way(input.numel() * input.element_size()) is None:
+        mesh, call = self._way("all_gather", input)
+        if mesh is None:
             return self.all_gather_single(output, input)
         places = list(output.detach().view(self.size(), *input.shape))
-        return self.mesh.all_gather_of_no_step(places, input, lane).giving([output])
+        return mesh.all_gather_of_no_step(places, input, lane, call).giving([output])

@@ -370,8 +370,8 @@ class P2PCommunicator:
         for message in messages:
             if message.is_send:
                 unfinished = self._unfinished_sends[message.peer, message.payload]
-                while runs_on and len(unfinished) >= self.send_limit:
-                    unfinished.popleft().wait()
+                if runs_on and len(unfinished) >= self.send_limit:
+                    self._make_room(unfinished)
                 # A view of its own: freeing the output's `.data` must not touch what is being sent.
                 ready.append(message._replace(tensor=message.tensor.detach().contiguous()))
             else:
@@ -413,6 +413,10 @@ class P2PCommunicator:
         start = dist.isend if message.is_send else dist.irecv
         return dist.P2POp(start, message.tensor, group=self.pp_group, group_peer=message.peer)
 
+    def _make_room(self, unfinished: deque[Started]) -> None:
+        while len(unfinished) >= self.send_limit:
+            unfinished.popleft().wait()
+
     def _with_memory(self, message: TensorMessage) -> TensorMessage:
         if message.tensor is not None:
             return message
@@ -434,7 +438,10 @@ class P2PCommunicator:
             message = message._replace(tensor=None, shape=message.tensor.shape)
         handle = make(message, work, self.curr_rank_in_pg, number, self._limit)
         if message.is_send and runs_on:
-            self._unfinished_sends[message.peer, message.payload].append(handle)
+            unfinished = self._unfinished_sends[message.peer, message.payload]
+            while unfinished and not self._keeps_sent and unfinished[0].work.is_taken():
+                unfinished.popleft()
+            unfinished.append(handle)
         elif message.is_send:
             handle.wait()
         return handle
