@@ -94,6 +94,10 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
 
     getBackendName = name
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedMemoryGroup":
+        """Itself: what is copied shares its groups."""
+        return self
+
     def get_group_store(self) -> dist.Store:
         """The group's own."""
         return self._store

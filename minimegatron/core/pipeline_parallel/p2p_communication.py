@@ -139,7 +139,7 @@ def communicator_of(
     pg_collection: ProcessGroupCollection, config: ModelParallelConfig
 ) -> "P2PCommunicator":
     """The communicator of these groups' pipeline, made once and kept with them."""
-    made = vars(pg_collection).get("p2p")
+    made = getattr(pg_collection, "p2p", None)
     if made is None or made.config is not config or made.pp_group is not pg_collection.pp:
         made = pg_collection.p2p = P2PCommunicator(pg_collection.pp, config)
     return made
@@ -170,6 +170,9 @@ class P2PCommunicator:
         self.device = get_device()
         self._unfinished_sends: dict[tuple[int, str], deque[Started]] = defaultdict(deque)
         self.begin_step()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Whoever copies groups makes a communicator of their own."""
 
     def refuse_a_ring_of_two(self) -> None:
         """Raises ValueError where the nine methods could swap activations and gradients.
