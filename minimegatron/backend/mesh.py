@@ -18,7 +18,6 @@ import torch
 from minimegatron.backend.channels import (
     COPIED,
     IN_PLACE,
-    LENT,
     STEPS,
     Connection,
     PendingReceive,
@@ -198,20 +197,17 @@ class Mesh:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
         """Sends `tensor` to one rank; the n-th message with a tag is for the n-th receive with it."""
-        sent = self.to[peer].send(tensor, tag % _NUM_CHANNELS, _lane_of(tag))
+        sent = self.to[peer].send(tensor, tag % _NUM_CHANNELS, lane_of(tag))
         self._ahead[peer].note(sent, tensor)
         return SentWork(tensor, sent, self._ahead[peer].make_room)
 
-    def receive(
-        self, tensor: torch.Tensor, peer: int, tag: int, is_lent: bool = False
-    ) -> SharedMemoryWork:
-        """Receives from one rank; `is_lent`: the sender's slot may become the tensor's memory."""
-        how = LENT if is_lent else COPIED
-        return SharedMemoryWork([tensor], [self.to[peer].expect(tensor, how, _lane_of(tag))])
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
+        """Receives from one rank."""
+        return SharedMemoryWork([tensor], [self.to[peer].expect(tensor, COPIED, lane_of(tag))])
 
     def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: float) -> ReceivedFromAny:
         """Receives from whichever rank's message is there first."""
-        lane = _lane_of(tag)
+        lane = lane_of(tag)
 
         def find() -> PendingReceive | None:
             for connection in self.to.values():
@@ -270,7 +266,8 @@ class _Ahead:
         return self._num_bytes > MOST_BYTES_AHEAD or len(self._sents) > MOST_MESSAGES_AHEAD
 
 
-def _lane_of(tag: int) -> int:
+def lane_of(tag: int) -> int:
+    """The lane of messages with this tag."""
     return STEPS + 1 + tag % (1 << 30)
 
 

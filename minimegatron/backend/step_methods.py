@@ -9,8 +9,9 @@ Megatron has no counterpart.
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend.channels import LENT, PendingReceive
 from minimegatron.backend.epochs import PARTS, is_in_step, next_part, next_step
-from minimegatron.backend.mesh import Mesh
+from minimegatron.backend.mesh import Mesh, lane_of
 
 _TAGS_PER_STEP, _MAX_STEPS = 8, 1 << 24
 
@@ -59,11 +60,16 @@ class StepMethods:
             return tag
         return tag + (step % _MAX_STEPS) * _TAGS_PER_STEP
 
-    def receive_lent(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> dist.Work:
-        """As `recv`; the sender's memory may become the tensor's, until nobody has the tensor."""
+    def receive_lent(
+        self, tensor: torch.Tensor, peer: int, tag: int = 0
+    ) -> dist.Work | PendingReceive:
+        """As `recv`; the sender's memory may become the tensor's, until nobody has the tensor.
+
+        What it returns has `wait` and no more.
+        """
         if self.mesh is None:
             return self.recv([tensor], peer, tag)
-        return self.mesh.receive(tensor, peer, tag, is_lent=True)
+        return self.mesh.to[peer].expect(tensor, LENT, lane_of(tag))
 
     # -- Collectives that belong to no step --
 
