@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.backend.channels import LENT, Connection, PendingReceive, Sent
+from minimegatron.backend.epochs import next_part
 from minimegatron.backend.handshake import Met
 from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP, WireError
 from minimegatron.backend.shared_memory import Arena
@@ -204,6 +205,35 @@ def test_a_message_of_a_later_step_in_another_lane_ends_a_wait():
         match="is in step 2, and this rank waits for a message of step 1; every rank must begin",
     ):
         expect_value(receiver, 1).wait()
+
+
+def test_what_comes_between_steps_outlives_the_receivers_forward_only_steps():
+    """Its sender evaluates less often. Was: dropped when the receiver began the next one."""
+    ends = sender, receiver = both_ends()
+    for_each(ends, Connection.begin_step)
+    for_each(ends, Connection.end_step)
+    send_value(sender, 3, 1)
+    for _ in range(3):
+        receiver.begin_step(next_part(receiver.epoch))
+        receiver.end_step()
+    assert value_of(expect_value(receiver, 1)) == 3
+    # The next training step brings both together, and drops what is left.
+    send_value(sender, 4, 1)
+    for_each(ends, Connection.begin_step)
+    send_value(sender, 5, 1)
+    assert value_of(expect_value(receiver, 1)) == 5
+
+
+def test_what_a_failed_forward_only_step_has_left_between_steps_is_dropped():
+    """One that both take part in: its messages are asked for."""
+    ends = sender, receiver = both_ends()
+    for_each(ends, Connection.begin_step)
+    for_each(ends, Connection.end_step)
+    send_value(sender, 3, 1)
+    for end in ends:
+        end.begin_step(next_part(end.epoch))
+    send_value(sender, 4, 1)
+    assert value_of(expect_value(receiver, 1)) == 4
 
 
 def test_a_lane_of_no_step_outlives_a_failed_one():
