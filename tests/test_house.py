@@ -56,6 +56,7 @@ LAYERS = [
     {"core.local_host"},
     {"core.collectives"},
     {"core.rerun"},
+    {"core.timer_reports"},
     {
         "core.full_cuda_graph",
         "core.parallel_state",

@@ -1,9 +1,9 @@
 """Which stage and which rank is slow: the time of each rank's forwards, compared over ranks.
 
 Counterpart: `StragglerDetector` of `megatron.core.utils`, with its names. There CUDA events measure,
-and reports have temperature, power and clock rate of each GPU. Here time is that of `core.timers`: on a
-GPU each start and each stop waits for the GPU, so that it is the time of the work and not of its
-launch. That costs overlap, so the detector is for a few steps, not for a whole run.
+and reports have temperature, power and clock rate of each GPU. Here time is that of
+`core.timer_reports`: on a GPU each start and each stop waits for the GPU, so that it is the time of the
+work and not of its launch. That costs overlap, so the detector is for a few steps, not for a whole run.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.straggler_words import straggler_words
-from minimegatron.core.timers import Timer, gather_rows
+from minimegatron.core.timer_reports import Timer, gather_rows
 
 
 class StragglerDetector:

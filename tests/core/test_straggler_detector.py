@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minimegatron import pretrain_bert, pretrain_gpt, pretrain_mamba, pretrain_t5, train_rl
-from minimegatron.core import straggler_detector, timers, utils
+from minimegatron.core import straggler_detector, timer_reports, utils
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.parallel_state import get_pipeline_model_parallel_rank
 from minimegatron.core.straggler_detector import StragglerDetector
@@ -35,7 +35,7 @@ clock = Clock()
 
 @pytest.fixture(autouse=True)
 def told_time(monkeypatch):
-    monkeypatch.setattr(timers.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(timer_reports.time, "perf_counter", lambda: clock.now)
     yield
     stimer.configure(0, 0, coordinates={})
 
@@ -81,7 +81,9 @@ def test_each_program_times_its_batch_and_its_forward(program):
 
 
 def test_off_it_takes_every_call_and_enters_five_functions(monkeypatch):
-    monkeypatch.setattr(timers.time, "perf_counter", lambda: pytest.fail("looked at the clock"))
+    monkeypatch.setattr(
+        timer_reports.time, "perf_counter", lambda: pytest.fail("looked at the clock")
+    )
     monkeypatch.setattr(straggler_detector, "gather_rows", lambda row: pytest.fail("gathered"))
     assert not stimer.enabled
     stimer.start()
