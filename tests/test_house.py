@@ -25,7 +25,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
-    {"core.left_out", "exports", "moved"},
+    {"core.batch_rampup", "core.left_out", "exports", "moved"},
     {
         "core",
         "core.activations",
@@ -100,6 +100,7 @@ MEGATRONS_TWICE = ("enums.py", "utils.py")
 """Names of files that Megatron has in several folders."""
 
 TORCH_FREE = [
+    "minimegatron.core.batch_rampup",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
