@@ -25,6 +25,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
+    {"core.left_out_record"},
     {"core.batch_rampup", "core.left_out", "exports", "moved"},
     {
         "core",
