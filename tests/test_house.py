@@ -26,7 +26,7 @@ MAX_FILE_LINES = 400
 
 LAYERS = [
     {"core.left_out_record"},
-    {"core.batch_rampup", "core.left_out", "exports", "moved"},
+    {"core.batch_rampup", "core.left_out", "core.scheduler_state", "exports", "moved"},
     {
         "core",
         "core.activations",
@@ -117,6 +117,7 @@ TORCH_FREE = [
     "minimegatron.core.pipeline_parallel.schedule_table",
     "minimegatron.core.pipeline_parallel.send_limits",
     "minimegatron.core.rank_generator",
+    "minimegatron.core.scheduler_state",
     "minimegatron.core.ssm.mamba_config",
     "minimegatron.core.ssm.mamba_hybrid_layer_allocation",
     "minimegatron.core.tracing",
