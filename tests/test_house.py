@@ -64,6 +64,7 @@ LAYERS = [
         "core.rerun_state_machine",
         "core.timers",
     },
+    {"core.straggler_times"},
     {"core.straggler_detector"},
     {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
     {"core.tensor_parallel"},
