@@ -12,7 +12,7 @@ from minimegatron.core.timer_reports import Timer, gather_rows
 
 
 class StragglerTimes:
-    """The part of `StragglerDetector` that does something only while it is on."""
+    """The part of `StragglerDetector` that no step enters while it is off."""
 
     _off: bool
     _bdata: bool
