@@ -53,6 +53,11 @@ class StepMethods:
 
     # -- Messages --
 
+    @property
+    def keeps_messages(self) -> bool:
+        """Whether what was sent is safe without its sender. Over gloo, it must leave first."""
+        return self.mesh is not None
+
     def tag_in_step(self, tag: int) -> int:
         """For gloo: a message that a failed step has left behind meets no receive of the next one."""
         step = self.epoch // PARTS

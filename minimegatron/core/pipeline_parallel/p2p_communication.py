@@ -87,17 +87,11 @@ class Started:
 
     def __init__(self, message: TensorMessage, work: Handle, stage: int, number: int, limit: tuple):
         self.message, self.work, self.stage, self.number = message, work, stage, number
-        self._limit = limit
+        self.limit = limit
 
     def wait(self) -> Any:
         """Waits until it is received. Raises ConnectionError, naming both stages, if it is not."""
         (_await if self.is_old else _wait_for)(self)
-
-    def complete(self) -> None:
-        """The same without a name for the other stage."""
-        # In shared memory, `wait` of a send returns at once.
-        wait = getattr(self.work, "wait_until_taken", None)
-        self.work.wait(*self._limit) if wait is None else wait()
 
 
 class Receive(Started):
@@ -194,7 +188,7 @@ class P2PCommunicator:
         """Before the first message of a step; `send_limit` says how many may lie unreceived."""
         self.send_limit, self.is_tagged = send_limit, is_tagged(self.pp_group)
         # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
-        self._keeps_sent = not (self.is_tagged and hasattr(self.pp_group, "begin_step"))
+        self._keeps_sent = not (self.is_tagged and getattr(self.pp_group, "keeps_messages", False))
         if self._keeps_sent:
             self._unfinished_sends.clear()
         else:
@@ -477,9 +471,11 @@ class P2PCommunicator:
 
 
 def _await(handle: Started) -> None:
-    message = handle.message
+    message, work = handle.message, handle.work
     try:
-        handle.complete()
+        # Of a send through shared memory, `wait` returns at once.
+        wait = getattr(work, "wait_until_taken", None)
+        work.wait(*handle.limit) if wait is None else wait()
     except (RuntimeError, OSError) as error:
         doing = "sending" if message.is_send else "receiving"
         shape = message.shape if message.tensor is None else message.tensor.shape
