@@ -25,7 +25,8 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
-    {"core.left_out", "exports", "moved"},
+    {"core.left_out_record"},
+    {"core.batch_rampup", "core.left_out", "core.scheduler_state", "exports", "moved"},
     {
         "core",
         "core.activations",
@@ -55,13 +56,15 @@ LAYERS = [
     {"backend"},
     {"core.collectives"},
     {"core.rerun"},
+    {"core.timer_reports"},
     {
         "core.full_cuda_graph",
         "core.parallel_state",
         "core.rerun_state_machine",
         "core.timers",
     },
-    {"core.parallel_getters", "core.straggler_detector"},
+    {"core.parallel_getters", "core.straggler_times"},
+    {"core.straggler_detector"},
     {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
     {"core.tensor_parallel"},
     {"core.dist_checkpointing.core"},
@@ -98,6 +101,7 @@ MEGATRONS_TWICE = ("enums.py", "utils.py")
 """Names of files that Megatron has in several folders."""
 
 TORCH_FREE = [
+    "minimegatron.core.batch_rampup",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
@@ -113,6 +117,7 @@ TORCH_FREE = [
     "minimegatron.core.pipeline_parallel.schedule_table",
     "minimegatron.core.pipeline_parallel.send_limits",
     "minimegatron.core.rank_generator",
+    "minimegatron.core.scheduler_state",
     "minimegatron.core.ssm.mamba_config",
     "minimegatron.core.ssm.mamba_hybrid_layer_allocation",
     "minimegatron.core.tracing",
