@@ -1,18 +1,19 @@
 """All ranks of a group in one process: `play(4, fn, ...)` calls `fn(group, ...)` once per rank.
 
 Each rank is a thread. One of them runs at a time, until it waits for what another has to send, so a
-test repeats exactly; each has a random stream of its own. The collectives above are the real ones and
-are traced; only what carries the tensors is replaced.
+test repeats exactly; each has a random stream of its own. The collectives are the real ones, and
+`torch.distributed` too; only the group that carries the tensors is another.
 """
 
 import threading
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
-from unittest import mock
 
 import torch
 
-from minimegatron.core import collectives
+from minimegatron.backend.calls import name_of
+from minimegatron.backend.torch_names import with_torch_names
 
 PATIENCE = 20
 """Seconds that a rank waits for the others."""
@@ -27,8 +28,9 @@ class Stage:
         self.error: BaseException | None = None
 
 
+@with_torch_names
 class PlayedGroup:
-    """What collectives need of a process group, and of the mesh that carries its tensors."""
+    """What `core.collectives` and `torch.distributed` need of a process group."""
 
     def __init__(self, stage: Stage, rank: int):
         self._stage, self._rank, self._count = stage, rank, 0
@@ -49,22 +51,27 @@ class PlayedGroup:
         keys = [(number, peer, self._rank) for peer in range(stage.size)]
         return Exchange(stage, keys, finish)
 
-    def all_to_all(self, output, input, output_splits, input_splits):
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=None):
         def finish(parts):
             assert [len(part) for part in parts] == list(output_splits)
             output.detach().copy_(torch.cat(parts))
 
         return self._exchange(list(input.split(list(input_splits))), finish)
 
-    def all_gather(self, output, input, lane=0):
-        return self._exchange([input] * self.size(), lambda parts: output.copy_(torch.cat(parts)))
+    def all_gather_single(self, output, input, opts=None):
+        parts = [input] * self.size()
+        return self._exchange(parts, lambda parts: output.detach().copy_(torch.cat(parts)))
 
-    def reduce_scatter(self, output, input, op):
-        parts = list(input.chunk(self.size()))
-        return self._exchange(parts, lambda parts: output.copy_(sum(parts)))
+    def reduce_scatter_single(self, output, input, opts):
+        return self._reduced(list(input.chunk(self.size())), output, opts)
 
-    def all_reduce(self, tensor, op):
-        return self._exchange([tensor] * self.size(), lambda parts: tensor.copy_(sum(parts)))
+    def allreduce(self, tensors, opts):
+        (tensor,) = tensors
+        return self._reduced([tensor] * self.size(), tensor, opts)
+
+    def _reduced(self, parts, output, opts):
+        combine = {"SUM": torch.add, "MAX": torch.maximum}[name_of(opts.reduceOp)]
+        return self._exchange(parts, lambda parts: output.detach().copy_(reduce(combine, parts)))
 
 
 class Exchange:
@@ -102,14 +109,10 @@ def play(size: int, function: Callable[..., Any], *args: Any, seed: int = 1) -> 
                 stage.turn.notify_all()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    with (
-        mock.patch.object(collectives, "get_mesh", lambda group, *_, **__: group),
-        mock.patch.object(collectives, "_mesh_of_rows", lambda group, *_: group),
-    ):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
     assert not any(thread.is_alive() for thread in threads), "a rank never ended"
     if stage.error is not None:
         raise stage.error

@@ -1,11 +1,14 @@
-"""Real ranks for tests: `run_ranks(fn, 4, ...)` calls `fn` in four gloo processes on the CPU."""
+"""Real ranks for tests: `run_ranks(fn, 4, ...)` calls `fn` in four processes on the CPU."""
 
 import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from minimegatron.backend import connecting
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from minimegatron.backend import connecting, in_place_of
 from minimegatron.launching import launcher
 
 # Test modules import these; importing them once, in the process ranks are forked from, saves that
@@ -32,9 +35,10 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `fn(*args)` in `nprocs` ranks; returns their values, rank 0's first.
 
-    `fn` is a function at the top level of a test module. `torch.distributed` is initialised with
-    gloo, torch uses one thread. A rank that raises or dies fails the test with its number and
-    traceback; after `timeout` seconds the ranks that have not returned are named with their stacks.
+    `fn` is a function at the top level of a test module. `torch.distributed` is initialised over
+    shared memory, in gloo's place; torch uses one thread. A rank that raises or dies fails the test
+    with its number and traceback; after `timeout` seconds the ranks that have not returned are named
+    with their stacks.
     """
     if not shared_memory or not has_shared_memory():
         fn, args = call_without_shared_memory, (fn, *args)
@@ -47,6 +51,13 @@ def has_shared_memory() -> bool:
 
 
 def call_without_shared_memory(fn: Callable[..., Any], *args: Any) -> Any:
-    """In a rank: `fn(*args)`, as on a system that has no shared memory for ranks."""
+    """In a rank: `fn(*args)`, as on a system that has no shared memory for ranks.
+
+    The default group is made anew, since it has shared memory already.
+    """
+    store = dist.PrefixStore("without shared memory", c10d._get_default_store())
+    seat = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     with mock.patch.object(connecting, "is_supported", lambda: False):
+        dist.destroy_process_group()
+        dist.init_process_group(in_place_of("gloo"), store=store, **seat)
         return fn(*args)

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import tracing, utils
+from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.optimizer.optimizer import make_torch_optimizer
 from minimegatron.core.pipeline_parallel import steps
-from minimegatron.core.pipeline_parallel.transport import TensorMessage, TorchTransport
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
 from minimegatron.notebook.live_ranks import choose_place
 from minimegatron.training import result_checks, result_words
 from minimegatron.training.datasets import data_samplers
@@ -66,8 +67,10 @@ def test_a_barrier_on_nccl_is_told_the_gpu(rank_on, monkeypatch):
 
 
 def send_and_receive_in_a_batch() -> list[tuple[str, bool]]:
-    transport, seen = TorchTransport(dist.group.WORLD), []
-    transport.matches_by_tag = False  # as on NCCL; gloo takes torch's batches too
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=dist.get_world_size(), pipeline_dtype=torch.float32
+    )
+    p2p, seen = P2PCommunicator(dist.group.WORLD, config), []
     observer = SimpleNamespace(
         start=lambda call: seen.append((call.name, call.arguments["message"].is_send)),
         stop=lambda _: None,
@@ -78,7 +81,7 @@ def send_and_receive_in_a_batch() -> list[tuple[str, bool]]:
         TensorMessage(False, torch.empty(3), peer, "activation"),
     ]
     with tracing.observed_by(observer):
-        for work in transport.start_batch(messages):
+        for work in p2p.start_batch(messages):  # as on NCCL; others take torch's batches too
             work.wait()
     return seen
 

@@ -30,6 +30,27 @@ def ways_of_a_gpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def staged() -> Iterator[None]:
+    """Within it, the backend takes the tensors for those of a GPU that ranks share.
+
+    What they exchange goes through copies in the host's memory. Fails if no tensor was asked where it
+    is: then nothing was exchanged.
+    """
+    num_asked = [0]
+
+    def is_cpu(tensor: torch.Tensor) -> bool:
+        num_asked[0] += 1
+        return False
+
+    def copy_in_host(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    with mock.patch.multiple(torch.Tensor, is_cpu=property(is_cpu), cpu=copy_in_host):
+        yield
+    assert num_asked[0], "no tensor went through the backend"
+
+
+@contextlib.contextmanager
 def device_is(device: str) -> Iterator[None]:
     """Within it, this rank's tensors are made there."""
     with mock.patch.object(utils, "_device", torch.device(device)):

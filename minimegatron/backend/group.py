@@ -358,8 +358,8 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
         """The same for rows of one tensor; without splits, each rank gets as many."""
@@ -367,7 +367,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         places = _split(whole, output_splits, self._size, "output")
         parts = _split(input, input_splits, self._size, "input")
         check_all_to_all(places, parts, self._rank, self._size)
-        is_even = not output_splits and not input_splits
+        is_even = not len(output_splits) and not len(input_splits)
         num_bytes = input.nbytes if is_even else 0
         return self._all_to_all(places, parts, [output], opts, num_bytes, finish)
 
@@ -458,9 +458,10 @@ def _cut(whole: torch.Tensor, part: torch.Tensor, size: int, name: str) -> Tenso
     return list(whole.detach().contiguous().view(size, *part.shape))
 
 
-def _split(tensor: torch.Tensor, splits: list[int], size: int, name: str) -> Tensors:
+def _split(tensor: torch.Tensor, given: Sequence[int], size: int, name: str) -> Tensors:
     """The rows of `tensor`, by rank. Raises ValueError if they cannot be shared so."""
     rows = tensor.size(0) if tensor.dim() else 0
+    splits = [int(one) for one in given]  # numpy's numbers too, as torch takes them
     if not splits:
         if rows % size:
             raise ValueError(

@@ -209,8 +209,8 @@ class RecordingObserver:
     def _message(self, call: Call, fields: CallFields) -> CallFields:
         attributes, name = call.attributes, call.name
         doing, payload = attributes["doing"], attributes.get("payload", "")
-        # What starts a message knows its group; what waits for it, only where the group is one.
-        group = call.arguments.get("group", self._pipeline)
+        # What starts a message knows its group; what waits for it does not.
+        group = _group_of_message(call.arguments, self._pipeline)
         peer = attributes["peer"]
         if group is not None and 0 <= peer < group.size():
             peer = self._ranks(group)[peer]
@@ -229,9 +229,7 @@ class RecordingObserver:
         counts[1] += name != "p2p-wait"
         counts[2] += name != "p2p-start"
         self.writer.set_message(*counts, *key)
-        tensor = call.arguments.get("tensor")
-        if not isinstance(tensor, torch.Tensor):
-            tensor = None
+        tensor = _tensor_of_message(call.arguments)
         return CallFields(
             fields.link,
             payload,
@@ -351,6 +349,19 @@ class RecordingObserver:
                 "num_steps": self._num_steps,
             }
         )
+
+
+def _group_of_message(arguments: Mapping[str, Any], otherwise: Any) -> Any:
+    """The communicator's group, or the one that is given: None where peers are ranks of the job."""
+    if "group" in arguments:
+        return arguments["group"]
+    return getattr(arguments.get("self"), "pp_group", otherwise)
+
+
+def _tensor_of_message(arguments: Mapping[str, Any]) -> torch.Tensor | None:
+    message = arguments.get("message") or getattr(arguments.get("handle"), "message", None)
+    tensor = arguments.get("tensor") if message is None else message.tensor
+    return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def step_places(arguments: Mapping[str, Any]) -> dict[str, Any]:

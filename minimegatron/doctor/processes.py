@@ -45,7 +45,12 @@ OF_PYTHON = re.compile(r'/threading.py", line \d+ in _bootstrap$')
 """The outermost frame of a thread that Python has started. Autograd starts its own without Python."""
 BACKWARD_NOTE = "  (above: autograd's own thread; below: the main thread, which waits for it)"
 
-BETWEEN = ("minimegatron/core/tracing.py", "minimegatron/doctor/", "distributed/c10d_logger.py")
+BETWEEN = (
+    "minimegatron/core/tracing.py",
+    "minimegatron/doctor/",
+    "minimegatron/backend/",
+    "distributed/c10d_logger.py",
+)
 """Frames between the ones a reader looks for."""
 
 

@@ -17,9 +17,9 @@ Once the program has waited for a handle, this stream waits for it too, and an e
   communicator ended what it did before. From then on nothing on this GPU keeps the work back. It is
   not when bytes began to move: a receive, a send and a collective include waiting for the others.
 
-A collective that is waited for within its own call ends with it on the compute stream; a broadcast is
-done there altogether. What goes through gloo or shared memory has no such times: no stream of the GPU
-carries it. Nor has work that was neither waited for nor seen to be done.
+A collective that is waited for within its own call is done by the compute stream itself, and ends with
+the call. What goes through gloo or shared memory has no such times: no stream of the GPU carries it.
+Nor has work that was neither waited for nor seen to be done.
 """
 
 from collections import defaultdict, deque
@@ -140,15 +140,14 @@ class CommunicatorClock:
         if self._batch is None or self._batch[1].parent is not record:
             return
         for result in call.result or ():
-            # That of a receive is within the communicator's own handle.
-            self._show(self._batch[0], getattr(result, "_work", result))
+            self._show(self._batch[0], result.work)
 
     def _look_at_wait(self, call: Call, record: Any) -> None:
         told = record.attributes
         key = (told["doing"], told["payload"], told["peer"], told.get("number", 0))
         posted = self._of_message.pop(key, None)
         if posted is not None and posted in self._open[posted.key]:
-            self._show(posted, call.arguments.get("work"))
+            self._show(posted, call.arguments["handle"].work)
             self._end(self._open[posted.key], posted)
 
     def _look_at_collective(self, call: Call, record: Any) -> None:
@@ -160,12 +159,9 @@ class CommunicatorClock:
             posted.handle = result.work
             self._of_handle[id(result.work)] = posted
             self._post(posted)
-        elif result is None:
-            # The call has made the compute stream wait for its own work.
+        elif result is None:  # the compute stream itself does it; NCCL keeps a communicator's order
             posted.end = record.marks[1]
             self._post(posted)
-            if call.name != "broadcast":  # that one is done by the compute stream itself
-                self._end(self._open[posted.key], None)
 
     def _look_at_collective_wait(self, call: Call, record: Any) -> None:
         posted = self._of_handle.get(id(call.arguments["handle"].work))
@@ -199,8 +195,8 @@ class CommunicatorClock:
         if is_new and isinstance(handle, dist.Work):
             posted.handle = handle
 
-    def _end(self, queue: deque[_Posted], last: _Posted | None) -> None:
-        """Puts an event behind all that a communicator has open, up to `last` (None: to the end).
+    def _end(self, queue: deque[_Posted], last: _Posted) -> None:
+        """Puts an event behind all that a communicator has open, up to `last`.
 
         The compute stream waits for the last of them, and so comes after each: the second stream may
         wait for all. A batch whose handle nobody has shown becomes one with what follows it.

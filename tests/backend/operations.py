@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -170,7 +171,8 @@ def call_all_to_all_single_uneven(case, group, given):
     me, whole = dist.get_rank(group), torch.cat(given)
     come = [case.splits[peer][me] for peer in range(case.size)]
     out = empty(whole, sum(come), *whole.shape[1:])
-    work = dist.all_to_all_single(out, whole, come, list(case.splits[me]), group, case.is_async)
+    go = numpy.array(case.splits[me])  # numpy's numbers are taken as well as Python's
+    work = dist.all_to_all_single(out, whole, come, go, group, case.is_async)
     return handles(work), [out]
 
 

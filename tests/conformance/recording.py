@@ -4,8 +4,8 @@ Read by: `test_call_order`. The communicator is replaced by one that notes each 
 what it receives, so a rank runs alone. Every made-up tensor carries a number, so that the record
 also says which message fed which forward and backward.
 
-Below the communicator, `RecordingWire` and `recording_distributed` note which messages a call of the
-real communicators starts: each at once or in a batch, in raw order.
+Below the communicator, `recording_distributed` notes which messages a call of the real communicators
+starts: each at once or in a batch, in raw order.
 """
 
 from collections.abc import Callable, Iterator
@@ -136,37 +136,23 @@ class RecordingCommunicator:
 # -- What a communicator's call starts --
 
 
-class RecordingWire:
-    """A transport that notes ("lone" or "batch", (is it a send, peer), ...) and moves nothing."""
-
-    matches_by_tag = False
-
-    def __init__(self, log: list[tuple]):
-        self.log = log
-
-    def start(self, message: Any) -> _Handle:
-        self.log.append(("lone", (message.is_send, message.peer)))
-        return _Handle()
-
-    def start_batch(self, messages: list) -> list[_Handle]:
-        self.log.append(("batch", *((message.is_send, message.peer) for message in messages)))
-        return [_Handle() for _ in messages]
-
-
 @contextmanager
 def recording_distributed(log: list[tuple]) -> Iterator[None]:
-    """The same for a communicator that calls `torch.distributed` itself."""
+    """Within it, `torch.distributed` notes ("lone" or "batch", (is it a send, peer), ...) and moves
+    nothing. Megatron names a peer by its rank in the job, ours by that in the group; here both are
+    the same."""
 
-    def isend(tensor, dst, group):
-        log.append(("lone", (True, dst)))
+    def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+        log.append(("lone", (True, dst if group_dst is None else group_dst)))
         return _Handle()
 
-    def irecv(tensor, src, group):
-        log.append(("lone", (False, src)))
+    def irecv(tensor, src=None, group=None, tag=0, group_src=None):
+        log.append(("lone", (False, src if group_src is None else group_src)))
         return _Handle()
 
-    def operation(function, tensor, peer, group):
-        return function is isend, peer
+    def operation(function, tensor, peer=None, group=None, tag=0, group_peer=None):
+        assert function in (isend, irecv)
+        return function is isend, peer if group_peer is None else group_peer
 
     def batch(operations):
         log.append(("batch", *operations))

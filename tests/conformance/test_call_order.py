@@ -18,7 +18,6 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.conformance.megatron import cuda_calls_on_cpu, megatron_module
 from tests.conformance.recording import (
-    RecordingWire,
     StepCase,
     record_step,
     recording_distributed,
@@ -200,13 +199,11 @@ def test_same_messages_in_raw_order_in_every_call(p: int, batched: bool):
     num_messages = 0
     for r, call in itertools.product(range(p), _calls()):
         group, ours, theirs = FakeGroup(r, p), [], []
-        our_communicator = P2PCommunicator(
-            group, ModelParallelConfig(**options), RecordingWire(ours)
-        )
         with cuda_calls_on_cpu(), recording_distributed(theirs):
-            communicator = their_communicator(group, their_config(**options))
-            wanted = _started(communicator, call, theirs)
-        found = _started(our_communicator, call, ours)
+            wanted = _started(their_communicator(group, their_config(**options)), call, theirs)
+        with recording_distributed(ours):
+            communicator = P2PCommunicator(group, ModelParallelConfig(**options))
+            found = _started(communicator, call, ours)
         assert found == wanted, (r, call[0])
         num_messages += sum(len(entry) - 1 for entry in wanted)
     figure(f"p={p}, {'batched' if batched else 'lone'}: {num_messages} messages in the same order")

@@ -29,7 +29,6 @@ from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
     forward_step,
 )
-from minimegatron.core.pipeline_parallel.transport import TorchTransport
 from minimegatron.core.pipeline_parallel.utils import schedule
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
@@ -67,6 +66,11 @@ class Stage(torch.nn.Module):
         return output
 
 
+def gloo_group() -> dist.ProcessGroup:
+    """All ranks over plain gloo: a send waits for its receive, and nobody is told of a mistake."""
+    return dist.new_group(backend="gloo")
+
+
 def forward_step_func(data_iterator, model):
     microbatch = next(data_iterator)
     return model(microbatch), lambda output: (output.sum(), {"loss": output.sum().detach()})
@@ -82,11 +86,11 @@ def run_step(
     num_chunks: int | None = None,
     next_rank: int | None = None,
     function: Callable | None = None,
-    rendezvous: bool = False,
+    group: dist.ProcessGroup | None = None,
     in_backward: Callable | None = None,
 ) -> list:
-    """One step of a pipeline over all ranks. `rendezvous`: a send waits for its receive."""
-    world = dist.group.WORLD
+    """One step of a pipeline over all ranks: those of `group`, or of the default group."""
+    world = group or dist.group.WORLD
     config = ModelParallelConfig(
         pipeline_model_parallel_size=world.size(),
         virtual_pipeline_model_parallel_size=num_chunks,
@@ -94,7 +98,7 @@ def run_step(
         pipeline_dtype=torch.float32,
     )
     config.hidden_size = SHAPE[2]
-    p2p = P2PCommunicator(world, config, TorchTransport(world) if rendezvous else None)
+    p2p = P2PCommunicator(world, config)
     if next_rank is not None:
         p2p.next_rank = next_rank
     chunks = [Stage(config, chunk, before, in_backward) for chunk in range(num_chunks or 1)]
@@ -146,7 +150,7 @@ def all_send_first(*, model, p2p_communicator, data_iterator, num_microbatches, 
 
 
 def send_send_cycle() -> None:
-    run_step(2, function=all_send_first, rendezvous=True)
+    run_step(2, function=all_send_first, group=gloo_group())
 
 
 @schedule
@@ -161,12 +165,12 @@ def receives_one_less(*, p2p_communicator, num_microbatches, **_):
 
 
 def missing_receive() -> None:
-    run_step(4, function=receives_one_less, rendezvous=True)
+    run_step(4, function=receives_one_less, group=gloo_group())
     all_reduce(torch.ones(3), dist.group.WORLD)
 
 
 def wrong_peer() -> None:
-    run_step(4, next_rank=2 if dist.get_rank() == 0 else None, rendezvous=True)
+    run_step(4, next_rank=2 if dist.get_rank() == 0 else None, group=gloo_group())
 
 
 def unequal_microbatches() -> None:
@@ -192,13 +196,17 @@ def mismatched_shapes() -> None:
     time.sleep(60)
 
 
-def mismatched_operations() -> None:
+def mismatched_operations(group: dist.ProcessGroup | None = None) -> None:
     tensor = torch.ones(16)
     if dist.get_rank() == 1:
-        broadcast(tensor, 0, dist.group.WORLD)
+        broadcast(tensor, 0, group or dist.group.WORLD)
     else:
-        all_reduce(tensor, dist.group.WORLD)
+        all_reduce(tensor, group or dist.group.WORLD)
     time.sleep(60)
+
+
+def mismatched_operations_over_gloo() -> None:
+    mismatched_operations(gloo_group())
 
 
 def wrong_order() -> None:
@@ -290,18 +298,18 @@ def endless_loop() -> None:
     run_step(4, loops, num_chunks=2)
 
 
-def swallowed_exception() -> None:
+def swallowed_exception(group: dist.ProcessGroup | None = None) -> None:
     try:
-        run_step(4, raises)
+        run_step(4, raises, group=group)
     except ValueError:
         print("never mind")
-    all_reduce(torch.ones(1), dist.group.WORLD)
+    all_reduce(torch.ones(1), group or dist.group.WORLD)
 
 
 def swallowed_exception_over_gloo() -> None:
     """Over gloo's network nobody can be told that a rank has given up."""
     with mock.patch.object(connecting, "is_supported", lambda: False):
-        swallowed_exception()
+        swallowed_exception(dist.new_group())
 
 
 def sleeps_in_backward(microbatch: int, grad: torch.Tensor) -> None:
@@ -353,7 +361,7 @@ def wait_for_the_gpu() -> None:
 def gpu_waits_in_a_collective() -> None:
     """Rank 1 leaves the last one out. What torch knows of it is what it really recorded."""
     pretend_nccl()
-    group = dist.new_group([0, 1, 2], group_desc="tp")
+    group = dist.new_group([0, 1, 2], backend="gloo", group_desc="tp")
     for size in range(1, 5):
         if size < 4 or dist.get_rank() != 1:
             handle = dist.all_reduce(torch.ones(size), group=group, async_op=True)

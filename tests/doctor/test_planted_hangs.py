@@ -161,7 +161,7 @@ def test_a_rank_that_skips_a_collective_and_returns(found):
 
 @after(hangs.mismatched_shapes, 3)
 def test_mismatched_shapes_in_a_collective(ended):
-    # gloo does not hang on these: it ends the process. The doctor says why.
+    """Nobody hangs: the ranks are told. The doctor says which of them is the odd one."""
     assert isinstance(ended.error, RankError)
     found = ended.error.diagnosis
     assert found.kind == findings.MISMATCH
@@ -172,7 +172,16 @@ def test_mismatched_shapes_in_a_collective(ended):
 
 
 @after(hangs.mismatched_operations, 3)
-def test_different_operations_in_one_collective(found):
+def test_different_operations_in_one_collective(ended):
+    assert isinstance(ended.error, RankError)
+    found = ended.error.diagnosis
+    assert found.kind == findings.MISMATCH
+    assert found.ranks == (1,)
+    assert "rank 1 with broadcast of [16] float32 (from rank 0)" in found.cause
+
+
+@after(hangs.mismatched_operations_over_gloo, 3)
+def test_different_operations_in_one_collective_of_gloo(found):
     assert found.kind == findings.MISMATCH
     assert found.ranks == (1,)
     assert "rank 1 with broadcast of [16] float32 (from rank 0)" in found.cause
@@ -354,5 +363,5 @@ def test_a_hang_timeout_of_zero_is_refused():
 
 
 def test_every_test_looks_at_a_launch_of_its_own():
-    assert len(LAUNCHES) == 27
+    assert len(LAUNCHES) == 28
     assert all(name in globals() for name in LAUNCHES)

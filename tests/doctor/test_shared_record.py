@@ -5,11 +5,18 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minimegatron.core import tracing
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    Started,
+    TensorMessage,
+    _describe_wait,
+    describe_message,
+)
 from minimegatron.core.tracing import Call, traced
 from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.doctor.observer import RecordingObserver
@@ -61,9 +68,14 @@ def all_reduce(group: Group, tensor: torch.Tensor, **more) -> Call:
     return call("all-reduce", arguments, group_size=group.size(), **attributes)
 
 
-def wait(doing: str, payload: str, peer: int) -> Call:
-    arguments = {"tensor": torch.ones(4, 1, 2)}
-    return call("p2p-wait", arguments, doing=doing, payload=payload, peer=peer, stage=0)
+def start(group: Group, message: TensorMessage) -> Call:
+    arguments = {"self": SimpleNamespace(pp_group=group), "message": message}
+    return call("p2p-start", arguments, **describe_message(arguments))
+
+
+def wait(message: TensorMessage, number: int = 0) -> Call:
+    arguments = {"handle": Started(message, None, 0, number, ())}
+    return call("p2p-wait", arguments, **_describe_wait(arguments))
 
 
 def test_a_record_is_small_and_absent_before_it_is_whole(path):
@@ -142,22 +154,26 @@ def test_a_wait_for_an_asynchronous_collective_knows_its_number(path, observer):
 
 
 def test_messages_are_counted_per_step(path, observer):
-    group = Group(4)
-    start = {"doing": "sending", "payload": "activation", "peer": 1, "bytes": 32}
-    for _ in range(2):
-        one = call("p2p-start", {"group": group, "message": None}, **start)
+    group, sent = Group(4), TensorMessage(True, torch.ones(4, 1, 2), 1, "activation")
+    for number in range(2):
+        one = start(group, sent)
         observer.start(one)
+        (found,) = read_record(path).calls
+        assert (found.number, found.shape, found.dtype) == (number, (4, 1, 2), "float32")
         observer.stop(one)
-    one = wait("sending", "activation", 1)
+    one = wait(sent)
     observer.start(one)
     record = read_record(path)
     assert record.messages == (MessageCount("sending", "activation", 1, 2, 1),)
     assert record.pipeline == (0, 1, 2, 3)
     assert (record.calls[0].number, record.calls[0].shape) == (0, (4, 1, 2))
     observer.stop(one)
+    # What lies in shared memory has no tensor any more.
+    observer.start(wait(sent._replace(tensor=None, shape=(4, 1, 2)), 1))
+    assert [(call.number, call.shape) for call in read_record(path).calls] == [(1, None)]
     observer.start(call("forward-backward", {"num_microbatches": 1, "model": None}))
     assert read_record(path).messages == ()
-    observer.start(wait("receiving", "gradient", 2))
+    observer.start(wait(TensorMessage(False, torch.ones(2), 2, "gradient")))
     assert read_record(path).messages == (MessageCount("receiving", "gradient", 2, 0, 1),)
 
 

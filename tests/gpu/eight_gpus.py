@@ -135,7 +135,7 @@ def one_visible(place: Place) -> Iterator[Finding]:
         )
     texts = _texts(running, 240)
     yield is_equal("exit codes", {process.returncode for process in running}, {0})
-    yield is_equal("backend", backends_in(texts[0]), ["nccl" if place.is_gpu else "gloo"])
+    yield is_equal("backend", backends_in(texts[0]), ["nccl" if place.is_gpu else "shm"])
 
 
 def _gpu(number: int) -> str:

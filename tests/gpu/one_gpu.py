@@ -15,16 +15,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from minimegatron.backend import SharedMemoryGroup
 from minimegatron.core import collectives, parallel_state, tensor_parallel
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from minimegatron.core.models.gpt.gpt_model import GPTModel
-from minimegatron.core.pipeline_parallel import local_transport, transport
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_device, set_device
 from minimegatron.training.devices import name_of_gpu
@@ -35,6 +34,7 @@ from tests.gpu.host_syncs import beyond_what_is_allowed, count_waits
 from tests.gpu.place import Finding, Place, at_most, each, is_equal, no_problems
 from tests.gpu.tensors import difference
 from tests.training import short_runs
+from tests.ways_of_a_gpu import staged
 
 LOSS_BOUND, GRADIENT_BOUND, BF16_BOUND = 1e-5, 1e-4, 0.02
 WITHOUT_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
@@ -269,7 +269,8 @@ def never_alone() -> Counter[str]:
     The package skips what one rank need not exchange. So the lines that say so are taken out.
     """
     source = inspect.getsource(collectives)
-    changed = source.replace("group.size() == 1", "False").replace("if size == 1", "if False")
+    changed = source.replace("group.size() == 1", "False").replace("group.size() > 1", "True")
+    changed = changed.replace("if size == 1", "if False")
     namespace = {"__name__": collectives.__name__}
     exec(compile(changed, collectives.__file__, "exec"), namespace)
     for name in COLLECTIVES:
@@ -290,8 +291,10 @@ def never_alone() -> Counter[str]:
         (dist, "all_to_all_single"),
         (collectives, "_all_gather"),
         (collectives, "_reduce_scatter"),
+        (SharedMemoryGroup, "all_gather_of_no_step"),  # of a group that knows steps
     ):
-        setattr(holder, name, counting(name.lstrip("_"), getattr(holder, name)))
+        kind = name.lstrip("_").removesuffix("_of_no_step")
+        setattr(holder, name, counting(kind, getattr(holder, name)))
     return reached
 
 
@@ -338,7 +341,7 @@ def program_alone(place: Place) -> Iterator[Finding]:
         code, output = "none after 60 s", (late.stdout or b"").decode(errors="replace")
     print(output)
     yield is_equal("exit code of torchrun -m minimegatron.pretrain_gpt", code, "0")
-    yield is_equal("its backend", backends_in(output), ["nccl" if place.is_gpu else "gloo"])
+    yield is_equal("its backend", backends_in(output), ["nccl" if place.is_gpu else "shm"])
     warned = [line for line in output.splitlines() if "Warning" in line or "[W" in line]
     yield Finding("lines of warnings", f"{len(warned)}", "shown, not judged")
     for line in warned[:5]:
@@ -415,17 +418,16 @@ def layouts(
 
 def staged_cases(work: list) -> list:
     """In a rank without a GPU: what is exchanged goes through copies, as it does on a shared GPU."""
-    with (
-        mock.patch.object(collectives, "needs_staging", lambda *_: True),
-        mock.patch.object(transport, "needs_staging", lambda *_: True),
-    ):
+    with staged():
         return parity.run_cases(work)
 
 
 def over_gloo(run: Any, work: list) -> list:
     """In a rank: no memory is shared; gloo carries the messages too."""
-    with mock.patch.object(local_transport, "connect", lambda *_, **__: None):
-        return run(work)
+    # Only here: who imports it has every launch load the libraries of the tests first.
+    from tests.ranks import call_without_shared_memory
+
+    return call_without_shared_memory(run, work)
 
 
 def sharing(place: Place) -> Iterator[Finding]:

@@ -48,7 +48,7 @@ class Place:
         with_gloo: bool = False,
         seconds: float = LAUNCH_SECONDS,
     ) -> list[Any]:
-        """`fn` on ranks with a GPU each over NCCL; with `shared`, on one GPU over gloo.
+        """`fn` on ranks with a GPU each over NCCL; with `shared`, on one GPU over shared memory.
 
         With `with_gloo`, tensors on the GPU go over NCCL and those on the CPU over gloo.
         """

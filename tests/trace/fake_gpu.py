@@ -1,4 +1,4 @@
-"""Recordings of GPUs without any: the real recorder and transport, and below both a pretended torch.
+"""Recordings of GPUs without any: the real recorder and communicator, and below both a pretended torch.
 
 Each rank's program runs by itself. What it asks of CUDA and NCCL is noted in its streams: kernels,
 messages, waits, events. Then the machine of `fake_streams` runs the streams of all ranks on its clock,
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import utils
-from minimegatron.core.pipeline_parallel.transport import TorchTransport
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
 from minimegatron.core.tracing import observed_by
 from minimegatron.tracing import recorder
 from minimegatron.tracing.clock import Alignment
@@ -97,28 +98,35 @@ class NcclGroup(FakeGroup):
 
 
 class NcclTransport(FakeTransport):
-    """Messages go through the real transport, whose `torch.distributed` is the pretended one."""
+    """What the pretended `torch.distributed` does with the messages in `starting`."""
 
     gpu: Gpu
 
     def __init__(self, network: Network, rank: int, matches_by_tag: bool = False):
         super().__init__(network, rank, matches_by_tag)
-        self.group = NcclGroup(rank, network.size)
-        self.real = TorchTransport(self.group)
+        self.starting: list[TensorMessage] = []
         self.gpu.transport = self
-
-    def start(self, message):
-        self.starting = [message]
-        return self.real.start(message)
-
-    def start_batch(self, messages):
-        self.starting = messages
-        return self.real.start_batch(messages)
 
     def post(self, is_batch: bool) -> int:
         number = self._num_posts
         self._post(self.starting, is_batch)
         return number
+
+
+class NcclCommunicator(P2PCommunicator):
+    """The real one, whose `torch.distributed` is the pretended one."""
+
+    def __init__(self, group: FakeGroup, config: ModelParallelConfig, transport: NcclTransport):
+        self.transport = transport
+        super().__init__(NcclGroup(group.rank(), group.size()), config)
+
+    def start(self, message):
+        self.transport.starting = [message]
+        return super().start(message)
+
+    def start_batch(self, messages):
+        self.transport.starting = messages
+        return super().start_batch(messages)
 
 
 @contextmanager
@@ -163,6 +171,7 @@ def pretended(network: Network) -> Iterator[Gpu]:
         mock.patch.multiple(dist, **distributed),
         mock.patch.object(NcclTransport, "gpu", gpu, create=True),
         mock.patch.object(fake_step, "FakeTransport", NcclTransport),
+        mock.patch.object(fake_step, "FakeCommunicator", NcclCommunicator),
         mock.patch.object(recorder, "get_device", lambda: torch.device("cuda")),
     ):
         yield gpu

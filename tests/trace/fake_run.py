@@ -19,8 +19,8 @@ from minimegatron.core.pipeline_parallel.orders import (
     register_order,
     unregister,
 )
+from minimegatron.core.pipeline_parallel.p2p_communication import TensorMessage
 from minimegatron.core.pipeline_parallel.placement import V
-from minimegatron.core.pipeline_parallel.transport import TensorMessage
 from minimegatron.core.pipeline_parallel.work import pair
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.planner.actions import COMMUNICATE, FORWARD, KINDS, SEND, parts_of
@@ -94,7 +94,7 @@ class Communicator:
         handles = []
         for message in messages:
             channel = (message.is_send, message.payload, message.peer)
-            start(message)
+            self.start(message)
             handle = {} if message.is_send else {"tensor": message.tensor}
             handles.append(
                 SimpleNamespace(number=self._numbers[channel], message=message, **handle)
@@ -102,15 +102,14 @@ class Communicator:
             self._numbers[channel] += 1
         return handles
 
+    @traced("p2p-start", lambda a: {**_told(a["message"]), "bytes": NUM_BYTES})
+    def start(self, message):
+        pass
+
 
 def _told(message):
     doing = "sending" if message.is_send else "receiving"
     return {"peer": message.peer, "payload": message.payload, "doing": doing}
-
-
-@traced("p2p-start", lambda a: {**_told(a["message"]), "bytes": NUM_BYTES})
-def start(message):
-    pass
 
 
 def _describe_wait(arguments):
@@ -172,7 +171,7 @@ class Player:
         for m in action.messages:
             is_send = m.direction == SEND
             tensor = made[m.payload][m.microbatch, m.chunk] if is_send else torch.empty(SHAPE)
-            messages.append(TensorMessage(is_send, tensor, m.peer, m.payload, m.chunk))
+            messages.append(TensorMessage(is_send, tensor, m.peer, m.payload))
         for m, handle in zip(action.messages, self.communicator.exchange(messages), strict=True):
             if m.direction == SEND:
                 self.sends.append(handle)

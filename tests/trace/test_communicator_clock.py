@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
-from minimegatron.core.pipeline_parallel import transport
-from minimegatron.core.pipeline_parallel.p2p_communication import _wait_for as wait_for
-from minimegatron.core.pipeline_parallel.transport import ACTIVATION, TensorMessage
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel import p2p_communication
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
+from minimegatron.core.pipeline_parallel.work import ACTIVATION
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.tracing import recorder
 from minimegatron.tracing.clock import Alignment
@@ -45,6 +46,14 @@ class Gpu:
         work, self.next = self.next, None
         return work
 
+    def all_reduce(self, tensor, op, group, async_op) -> "Work | None":
+        """As torch does it with NCCL: unless `async_op`, in the current stream."""
+        work = self.take()
+        if async_op:
+            return work
+        self.computes(work.ends)
+        return None
+
     @contextmanager
     def on(self, stream):
         self.stream = stream
@@ -73,6 +82,9 @@ class Group(NcclGroup):
     members: tuple[int, ...] = (0, 2)
     backend: str = "nccl"
     bound_device_id: str | None = None
+
+    def name(self) -> str:
+        return self.backend
 
 
 @pytest.fixture
@@ -104,12 +116,11 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("range_push", "range_pop"):
         monkeypatch.setattr(torch.cuda.nvtx, name, lambda *_: None)
-    monkeypatch.setattr(dist, "all_reduce", gpu.take)
+    monkeypatch.setattr(dist, "all_reduce", gpu.all_reduce)
     monkeypatch.setattr(dist, "isend", gpu.take)
     monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(group.members))
     monkeypatch.setattr(recorder, "get_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(collectives, "get_mesh", lambda *_: None)
     return gpu
 
 
@@ -157,7 +168,7 @@ def test_a_collective_that_is_waited_for_within_its_call(gpu):
         gpu.computes(10)
         all_reduce(gpu, "sum", 50, DP, async_op=False)
     assert found.spans == [("all-reduce", "dp 0,2", 10, 50)]
-    assert gpu.asked == [(COMPUTE, "sum")]
+    assert gpu.asked == []
 
 
 def test_a_communicator_does_one_thing_after_the_other(gpu):
@@ -206,42 +217,50 @@ def test_handles_live_no_longer_than_the_program_needs_them(gpu):
         assert work() is None
 
 
-def test_broadcast_is_done_by_the_compute_stream(gpu, monkeypatch):
+@pytest.mark.parametrize("name", ["all-reduce", "broadcast"])
+def test_what_the_compute_stream_does_itself(gpu, monkeypatch, name):
     """The stream of its group's communicator does not wait for it, nor the program for that stream."""
-
-    def broadcast(tensor, group, group_src):
-        gpu.computes(60)  # NCCL itself keeps the order of a communicator's work
-
-    monkeypatch.setattr(dist, "broadcast", broadcast)
+    # NCCL itself keeps the order of a communicator's work.
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, group, group_src: gpu.computes(60))
     with recording(gpu) as found:
         handle = all_reduce(gpu, "sum", 50, DP)
-        collectives.broadcast(torch.ones(2), 0, DP)
+        if name == "broadcast":
+            collectives.broadcast(torch.ones(2), 0, DP)
+        else:
+            all_reduce(gpu, "at once", 60, DP, async_op=False)
         assert gpu.asked == []
         handle.wait()
-    assert sorted(found.spans) == [
-        ("all-reduce", "dp 0,2", 0, 50),
-        ("broadcast", "dp 0,2", 50, 60),
-    ]
+    assert sorted(found.spans) == [("all-reduce", "dp 0,2", 0, 50), (name, "dp 0,2", 50, 60)]
 
 
-def test_what_gloo_carries_has_no_lane_and_is_not_waited_for(gpu, monkeypatch):
-    gloo = Group(0, 2, "3", "pp", backend="gloo")
-    message = TensorMessage(True, torch.ones(2), 1, ACTIVATION)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_what_no_stream_carries_has_no_lane_and_is_not_waited_for(gpu, monkeypatch, backend):
+    """gloo, and shared memory; a tensor of a GPU goes through the host there."""
+    group = Group(0, 2, "3", "pp", backend=backend)
+    monkeypatch.setattr(p2p_communication, "get_timeout", lambda group: 1.0)
     with recording(gpu) as found:
-        handle = all_reduce(gpu, "sum", 50, gloo)
-        # A device tensor over gloo goes through a host copy, which `wait` copies back.
-        monkeypatch.setattr(transport, "needs_staging", lambda *_: True)
-        monkeypatch.setattr(transport, "get_timeout", lambda group: 1.0)
-        gpu.next = Work(gpu, "message", 20)
-        transport.TorchTransport(gloo).start(message).wait()
+        handle = all_reduce(gpu, "sum", 50, group)
+        p2p = communicator(group)
+        lone_message(gpu, p2p, 20)
+        p2p.finish()
         handle.wait()
     assert found.spans == []
     assert [stream for stream, _ in gpu.asked] == [COMPUTE, COMPUTE]
 
 
-def lone_message(gpu, group):
-    gpu.next = Work(gpu, "message", 20)
-    transport.TorchTransport(group).start(TensorMessage(True, torch.ones(2), 1, ACTIVATION))
+def communicator(group) -> P2PCommunicator:
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=group.size(),
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=True,
+    )
+    return P2PCommunicator(group, config)
+
+
+def lone_message(gpu, p2p, ends):
+    gpu.next = Work(gpu, "message", ends)
+    p2p.exchange([TensorMessage(True, torch.ones(2), 1, ACTIVATION)])
 
 
 @pytest.mark.parametrize(
@@ -257,7 +276,7 @@ def lone_message(gpu, group):
 )
 def test_names(gpu, group, name):
     with recording(gpu) as found:
-        lone_message(gpu, group)
+        lone_message(gpu, communicator(group), 20)
         gpu.host_ms = 100
         traced("anything")(lambda: None)()
     assert found.spans == [("p2p-start", name, 0, 100)]
@@ -265,15 +284,13 @@ def test_names(gpu, group, name):
 
 def test_each_step_counts_its_messages_anew(gpu):
     """As the pipeline's communicator does, whose waits name a message by its number."""
-    message = TensorMessage(True, torch.ones(2), 1, ACTIVATION)
-    group = Group(0, 2, "3", "pp")
-    wire = transport.TorchTransport(group)
+    p2p = communicator(Group(0, 2, "3", "pp"))
     with recording(gpu) as found:
         for ends in (20, 50):
             found.clock.begin_step()
-            gpu.next = Work(gpu, "message", ends)
-            work = wire.start(message)
-            wait_for(work, 0, 1, ACTIVATION, "sending", (2,), 0)
+            p2p.begin_step()
+            lone_message(gpu, p2p, ends)
+            p2p.finish()
     assert found.spans == [("p2p-start", "pp 0:2", 0, 20), ("p2p-start", "pp 0:2", 20, 50)]
 
 

@@ -12,13 +12,8 @@ import torch.distributed as dist
 import minimegatron
 from minimegatron.core import parallel_state
 from minimegatron.core.pipeline_parallel import p2p_communication
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import (
-    ACTIVATION,
-    GRADIENT,
-    TensorMessage,
-    TorchTransport,
-)
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
+from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.planner.actions import RECEIVE
 from minimegatron.planner.links import LAYER_NODE
@@ -114,15 +109,13 @@ def count_messages(step) -> dict[str, int]:
 # -- Raw order --
 
 
-def backwards(self, send_next=(), recv_prev=(), send_prev=(), recv_next=()) -> list[TensorMessage]:
+def backwards(self, **given) -> list[TensorMessage]:
     """`P2PCommunicator._in_order`, in another order."""
-    before, after = self.prev_rank, self.next_rank
-    return [
-        *(TensorMessage(False, None, after, GRADIENT, 0, shape) for shape in recv_next),
-        *(self._sending(tensor, after, ACTIVATION) for tensor in send_next),
-        *(TensorMessage(False, None, before, ACTIVATION, 0, shape) for shape in recv_prev),
-        *(self._sending(tensor, before, GRADIENT) for tensor in send_prev),
-    ]
+    wanted = [(False, GRADIENT), (True, ACTIVATION), (False, ACTIVATION), (True, GRADIENT)]
+    return sorted(in_order(self, **given), key=lambda m: wanted.index((m.is_send, m.payload)))
+
+
+in_order = P2PCommunicator._in_order
 
 
 def record_backwards(p: int):
@@ -148,18 +141,10 @@ def test_plan_equals_trace_in_raw_order_or_the_difference_is_named():
     assert first in expected and second in found
 
 
-class Untagged(TorchTransport):
-    """Batches as NCCL gets them, over gloo."""
-
-    def __init__(self, group):
-        super().__init__(group)
-        self.matches_by_tag = False
-
-
 def record_batches(p: int):
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=p)
     with (
-        mock.patch.object(p2p_communication, "get_transport", Untagged),
+        mock.patch.object(p2p_communication, "is_tagged", lambda group: False),
         minimegatron.trace() as run,
     ):
         run_step(p, 4)
