@@ -16,6 +16,7 @@ RESULTS = ROOT / "docs" / "benchmarks"
 TITLES = {
     "step_time": "Step time",
     "paced": "Paced pipelines",
+    "releases": "What all changes cost together",
     "demo_speed": "The demo",
     "bucket_overlap": "Buckets",
     "backend_speed": "The backend beside gloo",

@@ -184,8 +184,12 @@ class GlooMessage(SharedMemoryWork):
         except RuntimeError as error:
             raise WireError(f"{_GLOO}has failed: {error}") from error
 
+    def is_taken(self) -> bool:
+        """As `is_completed`: gloo says no more than that a message has left."""
+        return self.is_completed()
+
     def wait_until_taken(self) -> None:
-        """As `wait`: gloo says no more than that a message has left."""
+        """As `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend.calls import name_of
+from minimegatron.backend.calls import CollectiveCall, name_of
 from minimegatron.backend.checks import (
     check_all_to_all,
     check_list,
@@ -39,6 +39,8 @@ MAX_RANKS = 8
 MAX_CONNECTED = 32
 """Larger groups share no memory at all: each rank has a socket and a file for each other."""
 
+_MOST_WAYS = 1024
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 Tensors = list[torch.Tensor]
 
 
@@ -71,6 +73,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         self._inside = GlooInside(*inside, hears_first=False)
         self._inside_at_once = GlooInside(*inside, hears_first=True)
         self._num_splits, self._is_closed = 0, False
+        self._ways: dict[tuple, tuple[Mesh | None, int]] = {}
 
     def _make_mesh(self, timeout: timedelta) -> Mesh | None:
         if not 1 < self._size <= MAX_CONNECTED:
@@ -85,19 +88,15 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
 
     # -- What a group says of itself --
 
-    def rank(self) -> int:
-        """Of this process, within the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
-
     def name(self) -> str:
         """The backend's."""
         return "shm"
 
     getBackendName = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedMemoryGroup":
+        """Itself: what is copied shares its groups."""
+        return self
 
     def get_group_store(self) -> dist.Store:
         """The group's own."""
@@ -135,6 +134,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         """Ends the group on this rank; who waits for this rank is told."""
         if not self._is_closed:
             self._is_closed = True
+            self._ways.clear()
             for connection in self.mesh.to.values() if self.mesh else ():
                 connection.close()
             for inside in (self._inside, self._inside_at_once):
@@ -145,12 +145,45 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
 
     # -- Which way --
 
-    def _way(self, num_bytes: int) -> Mesh | None:
-        """The mesh for a collective of so many bytes on each rank; None for gloo."""
+    def _way(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        op: str = "SUM",
+        root: int | None = None,
+        num_bytes: int | None = None,
+    ) -> tuple[Mesh | None, int]:
+        """The mesh for a collective, or None for gloo; and the call's number, for all its messages.
+
+        `num_bytes` is what moves on each rank: the tensor's unless given. Raises ValueError where `op`
+        has no meaning for the dtype.
+        """
+        key = (kind, tensor.nbytes if num_bytes is None else num_bytes, tensor.dtype, op, root)
+        found = self._ways.get(key)
+        return self._find_way(*key) if found is None else found
+
+    def _find_way(
+        self, kind: str, num_bytes: int, dtype: torch.dtype, op: str, root: int | None
+    ) -> tuple[Mesh | None, int]:
+        self._check_open()
+        check_op(op, dtype)
+        if root is not None:
+            check_root(root, self._size)
+        # Of a reduce-scatter, a tensor is one rank's share.
+        moved = num_bytes * self._size if kind == "reduce_scatter" else num_bytes
+        is_small = moved <= MAX_BYTES and self._size <= MAX_RANKS
+        number = CollectiveCall(kind, num_bytes, dtype, op, root).number()
+        if len(self._ways) >= _MOST_WAYS:
+            self._ways.clear()
+        found = self._ways[kind, num_bytes, dtype, op, root] = (
+            self.mesh if is_small else None,
+            number,
+        )
+        return found
+
+    def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this group has been destroyed; make a new one")
-        is_small = num_bytes <= MAX_BYTES and self._size <= MAX_RANKS
-        return self.mesh if is_small else None
 
     def _gloo_for(self, opts: Any) -> GlooInside:
         """Gloo inside, for a caller that waits at once or later."""
@@ -173,11 +206,11 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduces the tensor in place, the same bits on every rank."""
         tensor, op = check_one(tensors), _op_of(opts)
-        check_op(op, tensor.dtype)
+        mesh, call = self._way("all_reduce", tensor, op)
         if self._size == 1:
             return SharedMemoryWork([tensor])
-        if mesh := self._way(_bytes(tensor)):
-            return mesh.all_reduce(tensor, op)
+        if mesh:
+            return mesh.all_reduce(tensor, op, call)
         return self._gloo_for(opts).all_reduce(tensor, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -186,13 +219,12 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Reduces the tensor in place on the root; elsewhere it stays as it is."""
-        tensor, op = check_one(tensors), _op_of(opts)
-        check_op(op, tensor.dtype)
-        root = check_root(opts.rootRank, self._size)
+        tensor, op, root = check_one(tensors), _op_of(opts), opts.rootRank
+        mesh, call = self._way("reduce", tensor, op, root)
         if self._size == 1:
             return SharedMemoryWork(tensors)
-        if mesh := self._way(_bytes(tensor)):
-            return mesh.reduce(tensor, op, root)
+        if mesh:
+            return mesh.reduce(tensor, op, root, call)
         return self._gloo_for(opts).reduce(tensor, op, root)
 
     def reduce_scatter(
@@ -200,12 +232,12 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
     ) -> dist.Work:
         """Reduces the i-th input tensor of all ranks into rank i's output."""
         output, shares, op = check_one(outputs), check_one(inputs), _op_of(opts)
-        check_op(op, output.dtype)
         check_shares(output, shares, self._size)
+        mesh, call = self._way("reduce_scatter", output, op)
         if self._size == 1:
             return self._alone([output], shares)
-        if mesh := self._way(sum(map(_bytes, shares))):
-            return mesh.reduce_scatter(output, shares, op)
+        if mesh:
+            return mesh.reduce_scatter(output, shares, op, call)
         return self._gloo_for(opts).reduce_scatter(output, shares, op)
 
     def reduce_scatter_single(
@@ -225,11 +257,12 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Copies the root's tensor to all ranks, in place."""
-        tensor, root = check_one(tensors), check_root(opts.rootRank, self._size)
+        tensor, root = check_one(tensors), opts.rootRank
+        mesh, call = self._way("broadcast", tensor, root=root)
         if self._size == 1:
             return SharedMemoryWork(tensors)
-        if mesh := self._way(_bytes(tensor)):
-            return mesh.broadcast(tensor, root)
+        if mesh:
+            return mesh.broadcast(tensor, root, call)
         return self._gloo_for(opts).broadcast(tensor, root)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
@@ -238,8 +271,9 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         shares = check_list(inputs, output, self._size, root == self._rank, "input")
         if self._size == 1:
             return self._alone([output], shares)
-        if mesh := self._way(_bytes(output)):
-            return mesh.scatter(output, shares, root)
+        mesh, call = self._way("scatter", output, root=root)
+        if mesh:
+            return mesh.scatter(output, shares, root, call)
         return self._gloo_for(opts).scatter(output, shares, root)
 
     # -- Copies to one rank, or to all --
@@ -250,8 +284,9 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         places = check_list(outputs, input, self._size, root == self._rank, "output")
         if self._size == 1:
             return self._alone(places, [input])
-        if mesh := self._way(_bytes(input)):
-            return mesh.gather(places, input, root)
+        mesh, call = self._way("gather", input, root=root)
+        if mesh:
+            return mesh.gather(places, input, root, call)
         return self._gloo_for(opts).gather(places, input, root)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
@@ -301,12 +336,13 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         outputs: Tensors | None = None,
         whole: torch.Tensor | None = None,
     ) -> dist.Work:
+        mesh, call = self._way("all_gather", input)
         if self._size == 1:
             work = self._alone(places, [input])
             if finish:
                 finish()
-        elif mesh := self._way(_bytes(input)):
-            work = mesh.all_gather(places, input, finish)
+        elif mesh:
+            work = mesh.all_gather(places, input, call, finish)
         else:
             work = self._gloo_for(opts).all_gather(places, input, finish, whole)
         return work.giving(outputs or places)
@@ -332,7 +368,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         parts = _split(input, input_splits, self._size, "input")
         check_all_to_all(places, parts, self._rank, self._size)
         is_even = not output_splits and not input_splits
-        num_bytes = _bytes(input) if is_even else 0
+        num_bytes = input.nbytes if is_even else 0
         return self._all_to_all(places, parts, [output], opts, num_bytes, finish)
 
     def _all_to_all(
@@ -345,12 +381,13 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         # Uneven parts: no rank knows how many bytes the others move, so shared memory takes them all.
+        mesh, call = self._way("all_to_all", parts[0], num_bytes=num_bytes)
         if self._size == 1:
             work = self._alone(places, parts)
             if finish:
                 finish()
-        elif mesh := self._way(num_bytes):
-            work = mesh.all_to_all(places, parts, num_bytes, finish)
+        elif mesh:
+            work = mesh.all_to_all(places, parts, call, finish)
         else:
             work = self._gloo_for(opts).all_to_all(places, parts, num_bytes, finish)
         return work.giving(outputs)
@@ -361,7 +398,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         """Sends the tensor; it may be changed at once."""
         tensor, peer = check_one(tensors), check_root(dst, self._size, self._rank)
         if self.mesh is None or self._is_closed:
-            self._way(0)
+            self._check_open()
             return self._inside.send(tensor, peer, self.tag_in_step(tag))
         return self.mesh.send(tensor, peer, tag)
 
@@ -369,14 +406,14 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         """Receives into the tensor."""
         tensor, peer = check_one(tensors), check_root(src, self._size, self._rank)
         if self.mesh is None or self._is_closed:
-            self._way(0)
+            self._check_open()
             return self._inside.receive(tensor, peer, self.tag_in_step(tag))
         return self.mesh.receive(tensor, peer, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receives into the tensor what any rank sends; the work's `_source_rank` says which."""
         tensor = check_one(tensors)
-        self._way(0)
+        self._check_open()
         if self.mesh is None:
             return self._inside.receive(tensor, None, tag)
         return self.mesh.receive_from_any(tensor, tag, self._seconds())
@@ -385,8 +422,9 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         """Is done once all ranks have called it."""
         if self._size == 1:
             return SharedMemoryWork([])
-        if mesh := self._way(0):
-            return mesh.barrier()
+        mesh, call = self._way("barrier", _NOTHING)
+        if mesh:
+            return mesh.barrier(call)
         return self._gloo_for(opts).barrier()
 
     # -- For `dist._coalescing_manager` with a device: what is called in it starts at once --
@@ -396,10 +434,6 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         return Works([], [])
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _op_of(opts: Any) -> str:

@@ -11,16 +11,13 @@ Megatron has no counterpart.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 
-from minimegatron.backend.calls import CollectiveCall
 from minimegatron.backend.channels import (
     COPIED,
     IN_PLACE,
-    LENT,
     STEPS,
     Connection,
     PendingReceive,
@@ -73,34 +70,34 @@ class Mesh:
 
     # -- Collectives --
 
-    def all_reduce(self, tensor: torch.Tensor, op: str) -> SharedMemoryWork:
+    def all_reduce(self, tensor: torch.Tensor, op: str, call: int) -> SharedMemoryWork:
         """Reduces `tensor` in place, on all ranks."""
-        call, own = _number("all_reduce", tensor, op), tensor.detach()
-        for peer in self.peers:
-            self.to[peer].send(own, call=call)
-        parts = self._parts(own, call)
-        return SharedMemoryWork([tensor], _arrivals(parts), partial(_combine, own, op, parts))
+        own = tensor.detach()
+        for connection in self.to.values():
+            connection.send(own, None, STEPS, call)
+        return self._reduced([tensor], own, own, op, call)
 
-    def reduce(self, tensor: torch.Tensor, op: str, root: int) -> SharedMemoryWork:
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, call: int) -> SharedMemoryWork:
         """Reduces `tensor` in place, on rank `root`."""
-        call, own = _number("reduce", tensor, op, root), tensor.detach()
+        own = tensor.detach()
         if self.rank != root:
             return self._sent([tensor], {root: own}, call)
-        parts = self._parts(own, call)
-        return SharedMemoryWork([tensor], _arrivals(parts), partial(_combine, own, op, parts))
+        return self._reduced([tensor], own, own, op, call)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> SharedMemoryWork:
+    def broadcast(self, tensor: torch.Tensor, root: int, call: int) -> SharedMemoryWork:
         """Copies `tensor` of rank `root` to all ranks, in place."""
-        call = _number("broadcast", tensor, root=root)
         if self.rank == root:
             return self._sent([tensor], dict.fromkeys(self.peers, tensor.detach()), call)
         return SharedMemoryWork([tensor], [self.to[root].expect(tensor, call=call)])
 
     def all_gather(
-        self, outputs: Tensors, input: torch.Tensor, finish: Callable[[], None] | None = None
+        self,
+        outputs: Tensors,
+        input: torch.Tensor,
+        call: int,
+        finish: Callable[[], None] | None = None,
     ) -> SharedMemoryWork:
         """Copies `input` of rank i to `outputs[i]`, on all ranks."""
-        call = _number("all_gather", input)
         for peer in self.peers:
             self.to[peer].send(input, call=call)
         outputs[self.rank].detach().copy_(input.detach().view_as(outputs[self.rank]))
@@ -108,54 +105,51 @@ class Mesh:
         return SharedMemoryWork(outputs, arrivals, finish)
 
     def all_gather_of_no_step(
-        self, outputs: Tensors, input: torch.Tensor, number: int
+        self, outputs: Tensors, input: torch.Tensor, number: int, call: int
     ) -> SharedMemoryWork:
         """As `all_gather`; the messages travel in a lane of no step, number `number` from 0."""
-        call, lane = _number("all_gather", input), FIRST_LANE_OF_NO_STEP + number
+        lane = FIRST_LANE_OF_NO_STEP + number
         for peer in self.peers:
             self.to[peer].send(input, "lanes", lane, call)
         outputs[self.rank].copy_(input.detach())
         arrivals = [self.to[peer].expect(outputs[peer], COPIED, lane, call) for peer in self.peers]
         return SharedMemoryWork(outputs, arrivals, may_be_repeated=True)
 
-    def gather(self, outputs: Tensors, input: torch.Tensor, root: int) -> SharedMemoryWork:
+    def gather(
+        self, outputs: Tensors, input: torch.Tensor, root: int, call: int
+    ) -> SharedMemoryWork:
         """Copies `input` of rank i to `outputs[i]` of rank `root`; elsewhere `outputs` is empty."""
-        call = _number("gather", input, root=root)
         if self.rank != root:
             return self._sent([], {root: input}, call)
         outputs[root].detach().copy_(input.detach())
         arrivals = [self.to[peer].expect(outputs[peer], call=call) for peer in self.peers]
         return SharedMemoryWork(outputs, arrivals)
 
-    def scatter(self, output: torch.Tensor, inputs: Tensors, root: int) -> SharedMemoryWork:
+    def scatter(
+        self, output: torch.Tensor, inputs: Tensors, root: int, call: int
+    ) -> SharedMemoryWork:
         """Copies `inputs[i]` of rank `root` to `output` of rank i; elsewhere `inputs` is empty."""
-        call = _number("scatter", output, root=root)
         if self.rank != root:
             return SharedMemoryWork([output], [self.to[root].expect(output, call=call)])
         output.detach().copy_(inputs[root].detach())
         return self._sent([output], {peer: inputs[peer] for peer in self.peers}, call)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: str) -> SharedMemoryWork:
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Tensors, op: str, call: int
+    ) -> SharedMemoryWork:
         """Reduces `inputs[i]` of all ranks into `output` of rank i."""
         for peer in self.peers:
-            self.to[peer].send(inputs[peer], call=_number("reduce_scatter", inputs[peer], op))
-        own = inputs[self.rank].detach()
-        parts = self._parts(own, _number("reduce_scatter", own, op))
-        finish = partial(_combine, output.detach(), op, parts)
-        return SharedMemoryWork([output], _arrivals(parts), finish)
+            self.to[peer].send(inputs[peer], call=call)
+        return self._reduced([output], output.detach(), inputs[self.rank].detach(), op, call)
 
     def all_to_all(
         self,
         outputs: Tensors,
         inputs: Tensors,
-        num_bytes: int = 0,
+        call: int,
         finish: Callable[[], None] | None = None,
     ) -> SharedMemoryWork:
-        """Copies `inputs[j]` of rank i to `outputs[i]` of rank j. Each pair agrees on its size.
-
-        `num_bytes` is the input's size where that is the same on all ranks.
-        """
-        call = CollectiveCall("all_to_all", num_bytes, inputs[0].dtype).number()
+        """Copies `inputs[j]` of rank i to `outputs[i]` of rank j. Each pair agrees on its size."""
         for peer in self.peers:
             self.to[peer].send(inputs[peer], call=call)
         # Before anything comes, for an output that is its own input.
@@ -163,9 +157,9 @@ class Mesh:
         arrivals = [self.to[peer].expect(outputs[peer], call=call) for peer in self.peers]
         return SharedMemoryWork(outputs, arrivals, finish)
 
-    def barrier(self) -> SharedMemoryWork:
+    def barrier(self, call: int) -> SharedMemoryWork:
         """Is done once all ranks have called it."""
-        call, nothing = CollectiveCall("barrier").number(), torch.empty(0)
+        nothing = torch.empty(0)
         for peer in self.peers:
             self.to[peer].send(nothing, call=call)
         return SharedMemoryWork(
@@ -179,11 +173,13 @@ class Mesh:
         like = torch.empty(1, dtype=torch.int64)
         return [self.to[peer].expect(torch.empty_like(like), call=call) for peer in self.peers]
 
-    def _parts(self, own: torch.Tensor, call: int) -> list[torch.Tensor | PendingReceive]:
-        """By rank: this rank's part, and what the others' will become."""
-        parts: list = [self.to[peer].expect(own, IN_PLACE, call=call) for peer in self.peers]
-        parts.insert(self.rank, own)
-        return parts
+    def _reduced(
+        self, outputs: Tensors, target: torch.Tensor, own: torch.Tensor, op: str, call: int
+    ) -> SharedMemoryWork:
+        """Combines this rank's part and those that the others send, by rank, in `target`."""
+        arrivals = [self.to[peer].expect(own, IN_PLACE, STEPS, call) for peer in self.peers]
+        finish = partial(_combine, target, op, own, self.rank, arrivals)
+        return SharedMemoryWork(outputs, arrivals, finish)
 
     def _sent(
         self, outputs: Tensors, tensors: dict[int, torch.Tensor], call: int
@@ -201,20 +197,17 @@ class Mesh:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
         """Sends `tensor` to one rank; the n-th message with a tag is for the n-th receive with it."""
-        sent = self.to[peer].send(tensor, tag % _NUM_CHANNELS, _lane_of(tag))
+        sent = self.to[peer].send(tensor, tag % _NUM_CHANNELS, lane_of(tag))
         self._ahead[peer].note(sent, tensor)
         return SentWork(tensor, sent, self._ahead[peer].make_room)
 
-    def receive(
-        self, tensor: torch.Tensor, peer: int, tag: int, is_lent: bool = False
-    ) -> SharedMemoryWork:
-        """Receives from one rank; `is_lent`: the sender's slot may become the tensor's memory."""
-        how = LENT if is_lent else COPIED
-        return SharedMemoryWork([tensor], [self.to[peer].expect(tensor, how, _lane_of(tag))])
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
+        """Receives from one rank."""
+        return SharedMemoryWork([tensor], [self.to[peer].expect(tensor, COPIED, lane_of(tag))])
 
     def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: float) -> ReceivedFromAny:
         """Receives from whichever rank's message is there first."""
-        lane = _lane_of(tag)
+        lane = lane_of(tag)
 
         def find() -> PendingReceive | None:
             for connection in self.to.values():
@@ -273,26 +266,18 @@ class _Ahead:
         return self._num_bytes > MOST_BYTES_AHEAD or len(self._sents) > MOST_MESSAGES_AHEAD
 
 
-def _lane_of(tag: int) -> int:
+def lane_of(tag: int) -> int:
+    """The lane of messages with this tag."""
     return STEPS + 1 + tag % (1 << 30)
 
 
-def _number(kind: str, tensor: torch.Tensor, op: str = "SUM", root: int | None = None) -> int:
-    return _number_of(kind, tensor.numel() * tensor.element_size(), tensor.dtype, op, root)
-
-
-@lru_cache(1024)
-def _number_of(*call: Any) -> int:
-    return CollectiveCall(*call).number()
-
-
-def _arrivals(parts: list[torch.Tensor | PendingReceive]) -> list[PendingReceive]:
-    return [part for part in parts if isinstance(part, PendingReceive)]
-
-
-def _combine(target: torch.Tensor, op: str, parts: list[torch.Tensor | PendingReceive]) -> None:
-    """Combines the parts in the order of the ranks into `target`, which one of them may be."""
-    first, *middle, last = [p.tensor if isinstance(p, PendingReceive) else p for p in parts]
+def _combine(
+    target: torch.Tensor, op: str, own: torch.Tensor, rank: int, arrivals: list[PendingReceive]
+) -> None:
+    """Combines the parts in the order of the ranks into `target`, which may be this rank's own."""
+    parts = [arrival.tensor for arrival in arrivals]
+    parts.insert(rank, own)
+    first, *middle, last = parts
     combine = _COMBINE[op]
     for part in middle:
         first = combine(first.to(target.device), part.to(target.device))

@@ -9,8 +9,9 @@ Megatron has no counterpart.
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend.channels import LENT, PendingReceive
 from minimegatron.backend.epochs import PARTS, is_in_step, next_part, next_step
-from minimegatron.backend.mesh import Mesh
+from minimegatron.backend.mesh import Mesh, lane_of
 
 _TAGS_PER_STEP, _MAX_STEPS = 8, 1 << 24
 
@@ -52,6 +53,11 @@ class StepMethods:
 
     # -- Messages --
 
+    @property
+    def keeps_messages(self) -> bool:
+        """Whether what was sent is safe without its sender. Over gloo it must stay until it has left."""
+        return self.mesh is not None
+
     def tag_in_step(self, tag: int) -> int:
         """For gloo: a message that a failed step has left behind meets no receive of the next one."""
         step = self.epoch // PARTS
@@ -59,11 +65,16 @@ class StepMethods:
             return tag
         return tag + (step % _MAX_STEPS) * _TAGS_PER_STEP
 
-    def receive_lent(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> dist.Work:
-        """As `recv`; the sender's memory may become the tensor's, until nobody has the tensor."""
+    def receive_lent(
+        self, tensor: torch.Tensor, peer: int, tag: int = 0
+    ) -> dist.Work | PendingReceive:
+        """As `recv`; the sender's memory may become the tensor's, until nobody has the tensor.
+
+        What it returns has `wait` and no more.
+        """
         if self.mesh is None:
             return self.recv([tensor], peer, tag)
-        return self.mesh.receive(tensor, peer, tag, is_lent=True)
+        return self.mesh.to[peer].expect(tensor, LENT, lane_of(tag))
 
     # -- Collectives that belong to no step --
 
@@ -80,7 +91,8 @@ class StepMethods:
         Its handle may be waited for again after a wait that failed. Of two such calls with one `lane`,
         from 0, the first on one rank is paired with the first on another, be it a step later.
         """
-        if self.mesh is None or self._way(input.numel() * input.element_size()) is None:
+        mesh, call = self._way("all_gather", input)
+        if mesh is None:
             return self.all_gather_single(output, input)
         places = list(output.detach().view(self.size(), *input.shape))
-        return self.mesh.all_gather_of_no_step(places, input, lane).giving([output])
+        return mesh.all_gather_of_no_step(places, input, lane, call).giving([output])

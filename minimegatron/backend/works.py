@@ -203,6 +203,10 @@ class SentWork(SharedMemoryWork):
         super().__init__([tensor], make_room=make_room)
         self._sent = sent
 
+    def is_taken(self) -> bool:
+        """Whether the receiver has it."""
+        return self._sent.is_taken()
+
     def wait_until_taken(self) -> None:
         """Returns once the receiver has it. Raises WireError if that rank has gone or gave up."""
         self._sent.wait()

@@ -26,6 +26,9 @@ class ProcessGroupCollection:
     is in no such group, as a middle stage is in no embedding group.
     """
 
+    # Beside the fields, the communicator of the pipeline: see `p2p_communication.communicator_of`.
+    __slots__ = ("__dict__", "__weakref__", "p2p")
+
     tp: dist.ProcessGroup
     """Ranks that share each layer."""
     pp: dist.ProcessGroup

@@ -18,6 +18,7 @@ from tests.benchmarks.summary import summarise
 NAMES = (
     "step_time",
     "paced",
+    "releases",
     "demo_speed",
     "bucket_overlap",
     "backend_speed",

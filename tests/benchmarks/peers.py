@@ -145,7 +145,7 @@ P2P_MODES = {
 
 def _megatron_like(core: SimpleNamespace, case: Case, chunks, inputs, mode: str) -> Step:
     """One step of Megatron's schedules or of ours: the same call under another import."""
-    group = dist.group.WORLD
+    group = core.group or dist.group.WORLD
     rank, is_interleaved = group.rank(), case.num_chunks > 1
     config = core.TransformerConfig(
         num_layers=max(case.num_blocks, case.num_virtual_stages),
@@ -204,6 +204,7 @@ def build_megatron(case: Case, chunks, inputs, mode: str) -> Step:
         ProcessGroupCollection=import_megatron("process_groups_config").ProcessGroupCollection,
         model_type=import_megatron("enums").ModelType.encoder_or_decoder,
         surroundings=cuda_calls_on_cpu,
+        group=None,
     )
     return _megatron_like(core, case, chunks, inputs, mode)
 
@@ -211,6 +212,7 @@ def build_megatron(case: Case, chunks, inputs, mode: str) -> Step:
 def build_ours(case: Case, chunks, inputs, mode: str) -> Step:
     """minimegatron's schedule."""
     try:
+        from minimegatron import backend
         from minimegatron.core.enums import ModelType
         from minimegatron.core.pipeline_parallel import schedules
         from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -225,6 +227,7 @@ def build_ours(case: Case, chunks, inputs, mode: str) -> Step:
         ProcessGroupCollection=ProcessGroupCollection,
         model_type=ModelType.encoder_or_decoder,
         surroundings=contextlib.nullcontext,
+        group=dist.new_group(backend=backend.NAME),  # as `initialize_model_parallel` makes it
     )
     return _megatron_like(core, case, chunks, inputs, mode)
 

@@ -235,7 +235,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if param.grad is None and not param.grad_added_to_main_grad:
             return
         group = self.param_to_bucket_group[param]
-        if group.params_are_incomplete():
+        if group.params_are_stale or group.param_gather_handles is not None:
             raise RuntimeError(
                 f"{group.params[param]} was used before what other ranks have updated of it came: no "
                 "forward of its own module was called, and none that it was given to; call one, or "

@@ -218,6 +218,7 @@ class _ParamAndGradBucketGroup:
         self.param_gather_handles: list[Any] | None = None
         # True from `request_grad_sync` on: launch without counting gradients.
         self.is_requested = False
+        self.reset()
         # True from the optimizer's update of the local shards until their gathering is launched.
         self.params_are_stale = False
         # The gathering belongs to the update, not to the step in which it happens to be launched; so
@@ -231,6 +232,8 @@ class _ParamAndGradBucketGroup:
         self.params_with_grad.clear()
         self.grad_reduce_handles = None
         self.is_requested = False
+        # Who judges the gradients, and whether a look at a number would stop the program.
+        self._machine, self._is_asynchronous = get_rerun_state_machine(), device_is_asynchronous()
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:
         """Notes that `param.main_grad` is complete; launches the groups that are now due.
@@ -267,12 +270,10 @@ class _ParamAndGradBucketGroup:
         is_its_turn = previous is None or previous.grad_reduce_handles is not None
         is_complete = len(self.params_with_grad) == len(self.params) or self.is_requested
         is_due = is_complete and is_its_turn and self.grad_reduce_handles is None
-        return is_due and not self._owed()
+        return is_due and not (WeightGradStore.any_made and self._owed())
 
     def _owed(self) -> list[str]:
         """Names of the parameters whose gradient backward has left for later, whole or in part."""
-        if not WeightGradStore.any_made:
-            return []
         return [name for param, name in self.params.items() if is_owed(param)]
 
     @traced("bucket-launch", _describe_launch)
@@ -344,14 +345,17 @@ class _ParamAndGradBucketGroup:
         numbers are noted, and `DistributedDataParallel.check_grads` looks at them later; unless a bad
         result has the step run again, which is decided before that.
         """
-        machine = get_rerun_state_machine()
+        is_alone = self._machine.mode is RerunMode.DISABLED
         for bucket in self.buckets:
-            if device_is_asynchronous() and machine.mode is RerunMode.DISABLED:
+            if self._is_asynchronous and is_alone:
                 grads = [param.main_grad for param in bucket.params]
                 bucket.noted = torch.stack(torch._foreach_norm(grads, math.inf))
                 continue
-            machine.validate_result(
-                bucket.grad_data.sum(),
+            total = bucket.grad_data.sum()
+            if is_alone and math.isfinite(total):  # a finite sum has only finite terms
+                continue
+            self._machine.validate_result(
+                total,
                 partial(_is_of_bad, bucket.grad_data),
                 "gradients are not finite",
                 tolerance=GRADIENT_TOLERANCE,

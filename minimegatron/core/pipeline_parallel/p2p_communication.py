@@ -87,17 +87,11 @@ class Started:
 
     def __init__(self, message: TensorMessage, work: Handle, stage: int, number: int, limit: tuple):
         self.message, self.work, self.stage, self.number = message, work, stage, number
-        self._limit = limit
+        self.limit = limit
 
     def wait(self) -> Any:
         """Waits until it is received. Raises ConnectionError, naming both stages, if it is not."""
         (_await if self.is_old else _wait_for)(self)
-
-    def complete(self) -> None:
-        """The same without a name for the other stage."""
-        # In shared memory, `wait` of a send returns at once.
-        wait = getattr(self.work, "wait_until_taken", None)
-        self.work.wait(*self._limit) if wait is None else wait()
 
 
 class Receive(Started):
@@ -139,7 +133,7 @@ def communicator_of(
     pg_collection: ProcessGroupCollection, config: ModelParallelConfig
 ) -> "P2PCommunicator":
     """The communicator of these groups' pipeline, made once and kept with them."""
-    made = vars(pg_collection).get("p2p")
+    made = getattr(pg_collection, "p2p", None)
     if made is None or made.config is not config or made.pp_group is not pg_collection.pp:
         made = pg_collection.p2p = P2PCommunicator(pg_collection.pp, config)
     return made
@@ -171,6 +165,9 @@ class P2PCommunicator:
         self._unfinished_sends: dict[tuple[int, str], deque[Started]] = defaultdict(deque)
         self.begin_step()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Whoever copies groups makes a communicator of their own."""
+
     def refuse_a_ring_of_two(self) -> None:
         """Raises ValueError where the nine methods could swap activations and gradients.
 
@@ -191,7 +188,7 @@ class P2PCommunicator:
         """Before the first message of a step; `send_limit` says how many may lie unreceived."""
         self.send_limit, self.is_tagged = send_limit, is_tagged(self.pp_group)
         # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
-        self._keeps_sent = not (self.is_tagged and hasattr(self.pp_group, "begin_step"))
+        self._keeps_sent = not (self.is_tagged and getattr(self.pp_group, "keeps_messages", False))
         if self._keeps_sent:
             self._unfinished_sends.clear()
         else:
@@ -370,8 +367,8 @@ class P2PCommunicator:
         for message in messages:
             if message.is_send:
                 unfinished = self._unfinished_sends[message.peer, message.payload]
-                while runs_on and len(unfinished) >= self.send_limit:
-                    unfinished.popleft().wait()
+                if runs_on and len(unfinished) >= self.send_limit:
+                    self._make_room(unfinished)
                 # A view of its own: freeing the output's `.data` must not touch what is being sent.
                 ready.append(message._replace(tensor=message.tensor.detach().contiguous()))
             else:
@@ -413,6 +410,10 @@ class P2PCommunicator:
         start = dist.isend if message.is_send else dist.irecv
         return dist.P2POp(start, message.tensor, group=self.pp_group, group_peer=message.peer)
 
+    def _make_room(self, unfinished: deque[Started]) -> None:
+        while len(unfinished) >= self.send_limit:
+            unfinished.popleft().wait()
+
     def _with_memory(self, message: TensorMessage) -> TensorMessage:
         if message.tensor is not None:
             return message
@@ -434,7 +435,10 @@ class P2PCommunicator:
             message = message._replace(tensor=None, shape=message.tensor.shape)
         handle = make(message, work, self.curr_rank_in_pg, number, self._limit)
         if message.is_send and runs_on:
-            self._unfinished_sends[message.peer, message.payload].append(handle)
+            unfinished = self._unfinished_sends[message.peer, message.payload]
+            while unfinished and not self._keeps_sent and unfinished[0].work.is_taken():
+                unfinished.popleft()
+            unfinished.append(handle)
         elif message.is_send:
             handle.wait()
         return handle
@@ -467,9 +471,11 @@ class P2PCommunicator:
 
 
 def _await(handle: Started) -> None:
-    message = handle.message
+    message, work = handle.message, handle.work
     try:
-        handle.complete()
+        # Of a send through shared memory, `wait` returns at once.
+        wait = getattr(work, "wait_until_taken", None)
+        work.wait(*handle.limit) if wait is None else wait()
     except (RuntimeError, OSError) as error:
         doing = "sending" if message.is_send else "receiving"
         shape = message.shape if message.tensor is None else message.tensor.shape
