@@ -67,7 +67,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "sends-that-never-wait",
         _PP + "p2p_communication.py",
-        "while runs_on and len(unfinished) >= self.send_limit:",
+        "while len(unfinished) >= self.send_limit:",
         "while False:",
         "In a forward-only step nothing holds the first stage back, and its messages pile up.",
     ),
@@ -89,7 +89,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "bucket-launched-while-a-gradient-is-owed",
         _DDP + "param_and_grad_buffer.py",
-        "return is_due and not self._owed()",
+        "return is_due and not (WeightGradStore.any_made and self._owed())",
         "return is_due",
         "The sum over ranks starts before the output layer's weight gradient is in its bucket.",
     ),
