@@ -53,7 +53,6 @@ LAYERS = [
     {"core.pipeline_parallel.send_limits"},
     {"core.model_parallel_config", "core.recorded_graph"},
     {"backend"},
-    {"core.local_host"},
     {"core.collectives"},
     {"core.rerun"},
     {
@@ -62,7 +61,7 @@ LAYERS = [
         "core.rerun_state_machine",
         "core.timers",
     },
-    {"core.straggler_detector"},
+    {"core.parallel_getters", "core.straggler_detector"},
     {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
     {"core.tensor_parallel"},
     {"core.dist_checkpointing.core"},
@@ -136,7 +135,7 @@ TORCH_FREE = [
 
 MAY_ASK_PARALLEL_STATE = re.compile(
     r"minimegatron\.(training\..*|rl\..*|pretrain_\w+|train_rl|tracing\..*|doctor\..*|exercises\..*"
-    r"|core\.parallel_state|core\.process_groups_config|core\.inference\.communication_utils"
+    r"|core\.parallel_(state|getters)|core\.process_groups_config|core\.inference\.communication_utils"
     r"|core\.pipeline_parallel\.(schedules|steps|p2p_communication)"
     r"|core\.tensor_parallel\.utils)"
 )

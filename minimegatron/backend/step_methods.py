@@ -55,7 +55,7 @@ class StepMethods:
 
     @property
     def keeps_messages(self) -> bool:
-        """Whether what was sent is safe without its sender. Over gloo it must stay until it has left."""
+        """Whether what was sent is safe without its sender. Over gloo, it must leave first."""
         return self.mesh is not None
 
     def tag_in_step(self, tag: int) -> int:

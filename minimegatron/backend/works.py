@@ -50,6 +50,8 @@ class SharedMemoryWork(dist.Work):
         self._outputs, self._arrivals, self._finish = list(outputs), arrivals, finish
         self._make_room, self._may_be_repeated = make_room, may_be_repeated
         self._is_finished = not arrivals and finish is None
+        # Whoever ends the work need not be in that mode.
+        self._is_inference = torch.is_inference_mode_enabled()
         if finish is not None and arrivals and concludes:  # else what comes is the result
             with reader.lock:
                 self._num_missing = sum(not arrival.is_done for arrival in arrivals)
@@ -111,7 +113,10 @@ class SharedMemoryWork(dist.Work):
             arrival.wait(deadline)
 
     def _conclude(self) -> None:
-        if self._finish is not None:
+        if self._finish is not None and self._is_inference:
+            with torch.inference_mode():
+                self._finish()
+        elif self._finish is not None:
             self._finish()
         for arrival in self._arrivals:
             arrival.release()

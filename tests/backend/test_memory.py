@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend.group import MAX_BYTES
 from minimegatron.backend.mesh import MOST_BYTES_AHEAD
 from tests.backend.shm_groups import make_group, needs_shared_memory, refusal, run_case
+from tests.ranks import run_ranks
 
 pytestmark = needs_shared_memory
 
@@ -128,6 +130,30 @@ def send_in_inference_mode() -> list[float]:
 
 def test_inference_mode_leaves_slots_that_may_be_written():
     assert run_case(send_in_inference_mode, 2) == [[0.0, 16.0, 32.0]] * 2
+
+
+def end_outside_of_inference_mode() -> list[float]:
+    """What began in inference mode is ended by whoever reads, or by gloo's own thread."""
+    group, found = make_group(), []
+    for num_bytes in (32, MAX_BYTES + 4):
+        with torch.inference_mode():
+            total, mean = full(num_bytes, 1), full(num_bytes, 3)[::2]
+            handles = [
+                dist.all_reduce(total, group=group, async_op=True),
+                dist.all_reduce(mean, dist.ReduceOp.AVG, group, async_op=True),
+            ]
+        dist.barrier(group)
+        for handle in handles:
+            handle.wait()
+        found += [total.unique().item(), mean.unique().item()]
+    return found
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_result_of_inference_mode_may_come_after_it(is_shared):
+    """Was: over gloo, "Inplace update to inference tensor outside InferenceMode"."""
+    found = run_ranks(end_outside_of_inference_mode, 2, shared_memory=is_shared)
+    assert found == [[2.0, 3.0, 2.0, 3.0]] * 2
 
 
 def own_what_came(num: int) -> bool:

@@ -284,8 +284,8 @@ FAULTS = (
     Fault(
         "only-members-make-groups",
         "core/parallel_state.py",
-        "        group = dist.new_group(",
-        "        group = None if me not in ranks else dist.new_group(",
+        "        group = dist.new_group(\n",
+        "        group = None if me not in ranks else dist.new_group(\n",
         "Making a group is collective over the world: those who skip leave the others waiting.",
     ),
     Fault(
