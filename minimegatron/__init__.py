@@ -13,7 +13,7 @@ from minimegatron.moved import OldPaths
 __version__ = "0.1.0"
 
 if OldPaths not in sys.meta_path:
-    sys.meta_path.insert(0, OldPaths)
+    sys.meta_path.append(OldPaths)
 
 __getattr__, __dir__ = lazily(
     __name__,

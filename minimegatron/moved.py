@@ -2,9 +2,8 @@
 
 Counterpart: Megatron has none; it keeps a file that imports everything from the new place.
 
-`minimegatron/__init__.py` puts `OldPaths` at the beginning of `sys.meta_path`: in a package that has
-moved, Python would find the files under their old names too, and load them a second time. So the old
-name and the new one are the same module.
+`minimegatron/__init__.py` puts `OldPaths` at the end of `sys.meta_path`, so it is asked for a name that
+no file has. The old name and the new one are then the same module.
 """
 
 import importlib
@@ -150,7 +149,7 @@ class OldPaths:
     def find_spec(
         fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Python asks this first for every module."""
+        """Python asks this for every module that it finds nowhere else."""
         package, _, old = fullname.partition(".")
         if package == "minimegatron" and old in BEFORE_CORE:
             raise ModuleNotFoundError(
