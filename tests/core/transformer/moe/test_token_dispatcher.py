@@ -287,9 +287,6 @@ def check_exchanges() -> None:
     ready = [tensor.requires_grad_() for tensor in ready]
     sent = dispatcher.token_dispatch(*ready)
     exchange = dispatcher.dispatch_exchange
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (exchange.most_rows, max(exchange.input_splits)))
-    assert {most for most, _ in everyone} == {max(largest for _, largest in everyone)}
     started = [exchange.start(tensor) for tensor in ready]
     grads = [torch.rand_like(tensor) for tensor in sent]
     returned = [exchange.reversed().start(grad) for grad in grads]
