@@ -52,3 +52,23 @@ def lazily(
         return sorted({*vars(sys.modules[place]), *table})
 
     return __getattr__, __dir__
+
+
+def all_of(place: str, module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """As `lazily`, for all names that the module `module_name` has in its `__all__`."""
+
+    def __getattr__(name: str) -> Any:
+        module = importlib.import_module(module_name) if not name.startswith("__") else None
+        if module is None or name not in module.__all__:
+            raise AttributeError(
+                f"module {place!r} has no attribute {name!r}",
+                name=name,
+                obj=sys.modules.get(place),
+            )
+        return getattr(module, name)
+
+    def __dir__() -> list[str]:
+        names = importlib.import_module(module_name).__all__
+        return sorted({*vars(sys.modules[place]), *names})
+
+    return __getattr__, __dir__

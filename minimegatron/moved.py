@@ -27,7 +27,6 @@ MOVED = {
     "core.local_channels": "backend.channels",
     "core.local_collectives": "backend.mesh",
     "core.local_handshake": "backend.handshake",
-    "core.local_host": "backend",
     "core.local_host.backlog": "backend.backlog",
     "core.local_host.channels": "backend.channels",
     "core.local_host.connecting": "backend.connecting",
@@ -98,6 +97,9 @@ MOVED = {
 
 Programs, notebooks and students' files that import the old one keep working."""
 
+FOLDERS = {"core.local_host"}
+"""Old packages, empty now: what was in them has moved."""
+
 ELSEWHERE = {
     "core.models.common.embeddings.rope_utils": "core.transformer.rope_utils",
 }
@@ -153,8 +155,15 @@ class OldPaths:
             raise ModuleNotFoundError(
                 f"{fullname} is a name of before Megatron Core; today: {BEFORE_CORE[old]}"
             )
+        if package == "minimegatron" and old in FOLDERS:
+            return ModuleSpec(fullname, _NoFiles(), is_package=True)
         is_known = package == "minimegatron" and (old in MOVED or old in ELSEWHERE)
         return ModuleSpec(fullname, _NewModule()) if is_known else None
+
+
+class _NoFiles(Loader):
+    def exec_module(self, module: ModuleType) -> None:
+        """Python asks `OldPaths` for each module in it."""
 
 
 class _NewModule(Loader):

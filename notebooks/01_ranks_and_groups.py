@@ -160,6 +160,8 @@ ranks = live_ranks(4)
 f"I am process {rank} of {world_size}, and my messages go by {dist.get_backend()}"
 
 # %% [markdown]
+# `shm` is memory that ranks of one machine share; with a GPU for each rank it would be `nccl`.
+#
 # Nothing so far tells them who they are in the model. This does, with tp = 2 and pp = 2. Every
 # rank makes *all* groups, also those it is not in: making a group is itself something that all
 # ranks do together.

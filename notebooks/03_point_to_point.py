@@ -34,8 +34,9 @@ from minimegatron.notebook.drawing import draw_programs
 #
 # Three calls send a tensor, and each waits elsewhere. `dist.send` over gloo keeps the *program* waiting
 # until the partner has received it. `dist.isend` returns at once; only `wait()` on its handle waits.
-# Over NCCL both calls return at once, and the GPU's *stream* waits for the partner. This notebook uses
-# `dist.send` over gloo. Which of these programs for two ranks come to an end?
+# Over NCCL both calls return at once, and the GPU's *stream* waits for the partner. Over memory that
+# ranks share, which groups here use in gloo's place, both return at once too. This notebook
+# asks for gloo itself, and uses `dist.send`. Which of these programs for two ranks come to an end?
 #
 # 1. both send first, then receive;
 # 2. both receive first, then send;
@@ -51,6 +52,7 @@ predict(
 
 # %% [markdown]
 # A program is written as data here, one list of calls per rank, so that it can be run *and* drawn.
+# `play` makes a group that uses gloo.
 
 # %%
 SEND, RECEIVE = "send to", "receive from"
@@ -62,13 +64,14 @@ one_of_each = [[(SEND, 1), (RECEIVE, 1)], [(RECEIVE, 0), (SEND, 0)]]
 # %%
 def play(programs):
     """In each rank: its calls, one after the other. Returns what it received."""
+    group = dist.new_group(backend="gloo")
     rank, received = dist.get_rank(), []
     for what, peer in programs[rank]:
         tensor = torch.full((1000,), float(rank))
         if what == SEND:
-            dist.send(tensor, dst=peer)
+            dist.send(tensor, dst=peer, group=group)
         else:
-            dist.recv(tensor, src=peer)
+            dist.recv(tensor, src=peer, group=group)
             received.append(int(tensor[0]))
     return received
 
@@ -77,12 +80,12 @@ def play(programs):
 # ## The run
 #
 # `launch` calls a function in n real ranks. With `hang_timeout=1` it notices when no rank has moved
-# for a second, and asks the hang doctor. (On the CPU with gloo on any machine. Over NCCL the program
+# for a second, and asks the hang doctor. (On the CPU on any machine. Over NCCL the program
 # would stop further down, where it first needs a result.)
 
 # %%
 try:
-    launch(play, 2, both_send_first, hang_timeout=1, backend="gloo", device="cpu")
+    launch(play, 2, both_send_first, hang_timeout=1, device="cpu")
 except HangError as hang:
     doctor = hang.diagnosis
 print(doctor.text)
@@ -157,7 +160,7 @@ ends = []
 for title, program in programs.items():
     _, stuck = meet(program)
     try:
-        received = launch(play, len(program), program, hang_timeout=1, backend="gloo", device="cpu")
+        received = launch(play, len(program), program, hang_timeout=1, device="cpu")
         print(f"{title:26} received {received}")
         assert not stuck
         assert received == [[peer for what, peer in calls if what == RECEIVE] for calls in program]
@@ -179,7 +182,8 @@ compare(
 #
 # Even and odd must be thought of wherever two ranks meet. The other cure is one call that holds
 # all the messages, so that none of them comes first. `batch_isend_irecv` starts them all; then one
-# waits for all. Megatron's `P2PCommunicator` can do either (`batch_p2p_comm`).
+# waits for all. Megatron's `P2PCommunicator` can do either (`batch_p2p_comm`). `shm` is the memory that
+# the ranks share.
 
 
 # %%
@@ -203,7 +207,8 @@ assert [received for received, _ in results] == [1, 0]
 # ## Two messages in the wrong order
 #
 # Without a tag, messages between two ranks are told apart by their order alone: the first send meets
-# the first receive, the second the second. (gloo matches tags, where a program gives them; NCCL has none.)
+# the first receive, the second the second. (gloo and shared memory match tags, where a program gives
+# them; NCCL has none.)
 # Suppose rank 0 sends an activation and then a gradient, of the same shape. Rank 1 wants
 # the gradient first, and receives into that buffer first. Predict: hang, error, or neither?
 
@@ -225,7 +230,7 @@ def cross():
 
 # %%
 try:
-    _, received = launch(cross, 2, hang_timeout=5, backend="gloo", device="cpu")
+    _, received = launch(cross, 2, hang_timeout=5, device="cpu")
     happened = "neither"
 except RankError as error:
     happened = "hang" if isinstance(error, HangError) else "error"

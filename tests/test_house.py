@@ -25,7 +25,8 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
-    {"core.left_out", "exports", "moved"},
+    {"core.left_out_record"},
+    {"core.batch_rampup", "core.left_out", "core.scheduler_state", "exports", "moved"},
     {
         "core",
         "core.activations",
@@ -53,15 +54,16 @@ LAYERS = [
     {"core.pipeline_parallel.send_limits"},
     {"core.model_parallel_config", "core.recorded_graph"},
     {"backend"},
-    {"core.local_host"},
     {"core.collectives"},
     {"core.rerun"},
+    {"core.timer_reports"},
     {
         "core.full_cuda_graph",
         "core.parallel_state",
         "core.rerun_state_machine",
         "core.timers",
     },
+    {"core.parallel_getters", "core.straggler_times"},
     {"core.straggler_detector"},
     {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
     {"core.tensor_parallel"},
@@ -99,6 +101,7 @@ MEGATRONS_TWICE = ("enums.py", "utils.py")
 """Names of files that Megatron has in several folders."""
 
 TORCH_FREE = [
+    "minimegatron.core.batch_rampup",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
@@ -114,6 +117,7 @@ TORCH_FREE = [
     "minimegatron.core.pipeline_parallel.schedule_table",
     "minimegatron.core.pipeline_parallel.send_limits",
     "minimegatron.core.rank_generator",
+    "minimegatron.core.scheduler_state",
     "minimegatron.core.ssm.mamba_config",
     "minimegatron.core.ssm.mamba_hybrid_layer_allocation",
     "minimegatron.core.tracing",
@@ -136,7 +140,7 @@ TORCH_FREE = [
 
 MAY_ASK_PARALLEL_STATE = re.compile(
     r"minimegatron\.(training\..*|rl\..*|pretrain_\w+|train_rl|tracing\..*|doctor\..*|exercises\..*"
-    r"|core\.parallel_state|core\.process_groups_config|core\.inference\.communication_utils"
+    r"|core\.parallel_(state|getters)|core\.process_groups_config|core\.inference\.communication_utils"
     r"|core\.pipeline_parallel\.(schedules|steps|p2p_communication)"
     r"|core\.tensor_parallel\.utils)"
 )

@@ -18,7 +18,7 @@ from minimegatron.core.optimizer.optimizer import make_torch_optimizer
 from minimegatron.core.pipeline_parallel import steps
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
 from minimegatron.notebook.live_ranks import choose_place
-from minimegatron.training import result_checks
+from minimegatron.training import result_checks, result_words
 from minimegatron.training.datasets import data_samplers
 from tests.ranks import run_ranks
 
@@ -146,7 +146,7 @@ def test_a_loss_is_looked_at_once(monkeypatch, value, what):
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda t: asked.append(t) or is_true(t))
     args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False)
     monkeypatch.setattr(result_checks, "get_args", lambda: args)
-    monkeypatch.setattr(result_checks, "_where", lambda _: "microbatch 3")
+    monkeypatch.setattr(result_words, "_where", lambda _: "microbatch 3")
     result_checks.check_loss(torch.tensor(2.5), torch.nn.Identity())
     assert len(asked) == 1
     with pytest.raises(RuntimeError, match=f"the loss is {what} in microbatch 3"):

@@ -239,13 +239,9 @@ def schedule_order_words(m: int, v: int, group: int, num_warmup: int) -> str:
 
 
 def send_limits(pp: int, m: int, v: int, group: int) -> str:
-    """K of each stage's channels, where it is more than the smallest."""
+    """K of each stage."""
     limits = get_interleaved_send_limits(pp, m, v, group, False)
-    return "; ".join(
-        f"stage {rank}, {payload}s of chunk {chunk}: K = {k}"
-        for rank, of_stage in enumerate(limits)
-        for (payload, chunk), k in of_stage.items()
-    )
+    return ", ".join(f"K = {k} on stage {rank}" for rank, k in enumerate(limits))
 
 
 def messages(pp: int, m: int, v: int = 1) -> int:

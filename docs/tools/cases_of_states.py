@@ -208,7 +208,7 @@ def only(one: str, other: str) -> list[str]:
 
 
 AREAS = (
-    ("the schedule and its messages", "core/pipeline_parallel/", "core/local_host/", "backend/"),
+    ("the schedule and its messages", "core/pipeline_parallel/"),
     ("gradients and optimizer", "core/distributed/", "core/optimizer/"),
     ("tensor parallelism", "core/tensor_parallel/"),
     ("layers and models", "core/transformer/", "core/models/", "core/ssm/"),

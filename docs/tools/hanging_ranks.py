@@ -24,7 +24,10 @@ HANG_SECONDS = 2.0
 
 
 def as_between_machines() -> object:
-    """Within it, ranks have gloo's network and no shared memory, over which a rank tells of its end."""
+    """Groups that are made within it use gloo's network, and no memory that ranks share.
+
+    Over shared memory a rank would tell the others that it has failed, and what it calls.
+    """
     return mock.patch.object(connecting, "is_supported", lambda: False)
 
 
@@ -38,9 +41,10 @@ def data_of_unequal_length() -> None:
 def shorter_last_batch() -> None:
     """Rank 1's last batch has 3 rows, the others' 4."""
     with as_between_machines():
-        for rows in (4, 3 if dist.get_rank() == 1 else 4):
-            all_reduce(torch.ones(rows, 8), dist.group.WORLD)
-        all_reduce(torch.ones(1), dist.group.WORLD)
+        group = dist.new_group()
+    for rows in (4, 3 if dist.get_rank() == 1 else 4):
+        all_reduce(torch.ones(rows, 8), group)
+    all_reduce(torch.ones(1), group)
 
 
 def evaluation_on_one_rank() -> None:
@@ -53,13 +57,15 @@ def evaluation_on_one_rank() -> None:
 
 def no_tokens_no_exchange() -> None:
     """No token of rank 1's chose an expert elsewhere in layer 2, so it leaves the exchange out."""
+    with as_between_machines():
+        group = dist.new_group()
     for layer in range(3):
         rows = 0 if layer == 2 and dist.get_rank() == 1 else 2
         if rows:
             splits = [rows] * dist.get_world_size()
             tokens = torch.ones(sum(splits), 8)
-            all_to_all(torch.empty_like(tokens), tokens, dist.group.WORLD, splits, splits)
-    all_reduce(torch.ones(8), dist.group.WORLD)
+            all_to_all(torch.empty_like(tokens), tokens, group, splits, splits)
+    all_reduce(torch.ones(8), group)
 
 
 def groups_in_another_order() -> None:

@@ -9,7 +9,7 @@ Read by: `cases_of_states`. Calls: torchrun with each model's own program, in wh
 
 A file counts if a function of it is called in every step but the first, on one of two stages (T5's: one
 has the encoder, the other the decoder): batch, forward, messages, backward, gradients, optimizer.
-Decorators that hand a call on do not count.
+Decorators that hand a call on do not count, nor does what `torch.distributed` calls: `backend/`.
 """
 
 import json
@@ -27,6 +27,7 @@ ROOT = HERE.parents[1]
 OUT = HERE / "entered_files.json"
 PACKAGE = f"{ROOT / 'minimegatron'}/"
 DECORATORS = ("core/tracing.py", "core/left_out.py")
+BACKEND = "backend/"
 
 FLAGS = """
     --pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 64 --num-attention-heads 4
@@ -76,6 +77,7 @@ def watch(program: str, folder: str, flags: list[str]) -> None:
     sys.argv = [program, *flags]
     runpy.run_module(f"minimegatron.{program}", run_name="__main__")
     files = sorted(set.intersection(*steps[1:]) - set(DECORATORS))
+    files = [file for file in files if not file.startswith(BACKEND)]
     Path(folder, os.environ["RANK"]).write_text(json.dumps(files))
 
 

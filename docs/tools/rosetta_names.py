@@ -32,8 +32,6 @@ def exports() -> list[Export]:
     for room in ("core", "training"):
         for path in sorted((ROOT / "minimegatron" / room).rglob("__init__.py")):
             package = ".".join(path.relative_to(ROOT).parent.parts)
-            if package == "minimegatron.core.local_host":  # Megatron has none
-                continue
             tree = ast.parse(path.read_text())
             names = _imported(tree) | looked_up(tree)
             found += [Export(package, name, target) for name, target in sorted(names.items())]

@@ -415,7 +415,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         tensor = check_one(tensors)
         self._check_open()
         if self.mesh is None:
-            return self._inside.receive(tensor, None, tag)
+            return self._inside.receive(tensor, None, self.tag_in_step(tag))
         return self.mesh.receive_from_any(tensor, tag, self._seconds())
 
     def barrier(self, opts: Any = None) -> dist.Work:

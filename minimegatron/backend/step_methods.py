@@ -13,7 +13,7 @@ from minimegatron.backend.channels import LENT, PendingReceive
 from minimegatron.backend.epochs import PARTS, is_in_step, next_part, next_step
 from minimegatron.backend.mesh import Mesh, lane_of
 
-_TAGS_PER_STEP, _MAX_STEPS = 8, 1 << 24
+_TAGS_PER_STEP, _MAX_STEPS, _MAX_OWN_TAGS = 8, 1 << 24, 1 << 30
 
 
 class StepMethods:
@@ -60,10 +60,9 @@ class StepMethods:
 
     def tag_in_step(self, tag: int) -> int:
         """For gloo: a message that a failed step has left behind meets no receive of the next one."""
-        step = self.epoch // PARTS
-        if not step or tag >= _TAGS_PER_STEP:  # larger tags are a program's own, and stay
-            return tag
-        return tag + (step % _MAX_STEPS) * _TAGS_PER_STEP
+        if tag >= _TAGS_PER_STEP:  # larger tags are a program's own, and know no steps
+            return tag % _MAX_OWN_TAGS + _MAX_STEPS * _TAGS_PER_STEP
+        return tag + self.epoch // PARTS % _MAX_STEPS * _TAGS_PER_STEP
 
     def receive_lent(
         self, tensor: torch.Tensor, peer: int, tag: int = 0

@@ -32,7 +32,7 @@ from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.json_text import read_json
-from minimegatron.core.left_out import known_fields
+from minimegatron.core.left_out_record import known_fields
 from minimegatron.training.checkpoint_folder import (
     find_checkpoint,
     get_checkpoint_name,

@@ -123,7 +123,7 @@ class ModelParallelConfig:
     before_step_funcs: tuple[Callable[[list], Callable[[], None] | None], ...] = ()
     """Called when a step begins, with the model chunks, to forget what the last one has left. What one
     returns is called if a training step fails on any rank: to put back what it has changed, beside
-    buffers. `tensor_parallel.random.keep_rng_states` is one, for random numbers."""
+    buffers. `tensor_parallel.recompute.keep_rng_states` is one, for random numbers."""
     around_step_funcs: tuple[Callable[[], AbstractContextManager], ...] = ()
     """What each returns is entered before a step, forward-only or not, and left when it has ended or
     failed: for what no step may leave behind, such as the scale of auxiliary losses."""

@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-LR_WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
-WD_INCR_STYLES = ("constant", "linear", "cosine")
+from minimegatron.core.scheduler_state import SchedulerState, cosine
 
 
 class HasParamGroups(Protocol):
@@ -35,25 +33,7 @@ def get_canonical_lr_for_logging(param_groups: Iterable[dict[str, Any]]) -> floa
     return None
 
 
-def _cosine(ratio: float) -> float:
-    """1 at ratio 0, falling to 0 at ratio 1."""
-    return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-
-
-def _wsd_coefficient(style: str, ratio: float) -> float:
-    """The last phase of warmup-stable-decay (Hu et al. 2024): 1 at ratio 0, 0 at ratio 1."""
-    match style:
-        case "linear":
-            return 1.0 - ratio
-        case "cosine":
-            return _cosine(ratio)
-        case "exponential":
-            return 2.0 * 0.5**ratio - 1.0
-        case _:
-            return 1.0 - math.sqrt(ratio)
-
-
-class OptimizerParamScheduler:
+class OptimizerParamScheduler(SchedulerState):
     """Warm-up, then decay, of the learning rate; growth of the weight decay.
 
     Args:
@@ -110,55 +90,6 @@ class OptimizerParamScheduler:
         # Step 0's values must be in the groups before the first optimizer step reads them.
         self.step(increment=0)
 
-    def _check_lr(self) -> None:
-        if not 0.0 <= self.min_lr <= self.max_lr:
-            raise ValueError(
-                f"need 0 <= min_lr <= max_lr, but they are {self.min_lr}, {self.max_lr}"
-            )
-        if not 0.0 <= self.init_lr <= self.max_lr:
-            raise ValueError(
-                f"need 0 <= init_lr <= max_lr, but they are {self.init_lr}, {self.max_lr}"
-            )
-        if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
-            raise ValueError(
-                f"lr_warmup_steps {self.lr_warmup_steps} must be less than lr_decay_steps "
-                f"{self.lr_decay_steps} and not negative; shorten the warm-up or train longer"
-            )
-        if self.lr_decay_style not in LR_DECAY_STYLES:
-            raise ValueError(
-                f"lr_decay_style {self.lr_decay_style!r} is unknown; use one of {LR_DECAY_STYLES}"
-            )
-        if self.lr_decay_style != "WSD":
-            return
-        if self.lr_wsd_decay_style not in LR_WSD_DECAY_STYLES:
-            raise ValueError(
-                f"lr_wsd_decay_style {self.lr_wsd_decay_style!r} is unknown; "
-                f"use one of {LR_WSD_DECAY_STYLES}"
-            )
-        longest = self.lr_decay_steps - self.lr_warmup_steps
-        if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= longest:
-            raise ValueError(
-                f"lr_decay_style 'WSD' needs wsd_decay_steps in 1..{longest} (lr_decay_steps - "
-                f"lr_warmup_steps), not {self.wsd_decay_steps}"
-            )
-
-    def _check_wd(self) -> None:
-        if not 0.0 <= self.start_wd <= self.end_wd:
-            raise ValueError(
-                f"need 0 <= start_wd <= end_wd, but they are {self.start_wd}, {self.end_wd}"
-            )
-        if self.wd_incr_style not in WD_INCR_STYLES:
-            raise ValueError(
-                f"wd_incr_style {self.wd_incr_style!r} is unknown; use one of {WD_INCR_STYLES}"
-            )
-        if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
-            raise ValueError(
-                f"wd_incr_style 'constant' with start_wd {self.start_wd} and end_wd {self.end_wd}; "
-                "make them equal or choose 'linear' or 'cosine'"
-            )
-        if self.wd_incr_style != "constant" and self.wd_incr_steps < 1:
-            raise ValueError(f"wd_incr_steps is {self.wd_incr_steps}; give 1 or more")
-
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """Weight decay of `param_group` at the current step, before the group's `wd_mult`."""
         group = param_group or {}
@@ -166,7 +97,7 @@ class OptimizerParamScheduler:
         if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
             return end_wd
         ratio = self.num_steps / self.wd_incr_steps
-        coefficient = ratio if self.wd_incr_style == "linear" else 1.0 - _cosine(ratio)
+        coefficient = ratio if self.wd_incr_style == "linear" else 1.0 - cosine(ratio)
         return start_wd + coefficient * (end_wd - start_wd)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
@@ -188,17 +119,10 @@ class OptimizerParamScheduler:
             return min_lr
         if self.lr_decay_style == "inverse-square-root":
             return max(min_lr, max_lr * math.sqrt(max(warmup, 1) / max(n, 1)))
-        ratio = (n - warmup) / (end - warmup)
         if self.lr_decay_style == "linear":
-            coefficient = 1.0 - ratio
-        elif self.lr_decay_style == "cosine":
-            coefficient = _cosine(ratio)
+            coefficient = 1.0 - (n - warmup) / (end - warmup)
         else:
-            num_wsd_steps = n - (end - self.wsd_decay_steps)
-            coefficient = 1.0
-            if num_wsd_steps > 0:
-                wsd_ratio = num_wsd_steps / self.wsd_decay_steps
-                coefficient = _wsd_coefficient(self.lr_wsd_decay_style, wsd_ratio)
+            coefficient = self.get_lr_coefficient(n)
         return min_lr + coefficient * (max_lr - min_lr)
 
     def step(self, increment: int) -> None:
@@ -208,52 +132,3 @@ class OptimizerParamScheduler:
             param_group["lr"] = self.get_lr(param_group) * param_group.get("lr_mult", 1.0)
             wd_mult = param_group.get("wd_mult", 1.0)
             param_group["weight_decay"] = self.get_wd(param_group) * wd_mult
-
-    _SAVED = (
-        "max_lr",
-        "min_lr",
-        "lr_warmup_steps",
-        "lr_decay_steps",
-        "lr_decay_style",
-        "wsd_decay_steps",
-        "lr_wsd_decay_style",
-        "start_wd",
-        "end_wd",
-        "wd_incr_steps",
-        "wd_incr_style",
-    )
-
-    _MAY_BE_MISSING = ("wsd_decay_steps", "lr_wsd_decay_style")
-    """Megatron does not save these two. Where a state lacks them, this object's stay."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The schedule and the place in it."""
-        return {"num_steps": self.num_steps, **{name: getattr(self, name) for name in self._SAVED}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the position; two flags decide whose schedule wins.
-
-        `override_…` keeps this object's schedule, `use_checkpoint_…` takes the checkpoint's; with
-        neither they must agree, else ValueError names the value that differs.
-        """
-        for name in self._SAVED:
-            if name in self._MAY_BE_MISSING and name not in state_dict:
-                continue
-            ours, theirs = getattr(self, name), state_dict[name]
-            if self.override_opt_param_scheduler or ours == theirs:
-                continue
-            # A length does not matter where nothing changes along it.
-            style = {"wd_incr_steps": "wd_incr_style", "lr_decay_steps": "lr_decay_style"}.get(name)
-            if style and getattr(self, style) == state_dict[style] == "constant":
-                continue
-            if not self.use_checkpoint_opt_param_scheduler:
-                raise ValueError(
-                    f"{name} is {ours} here but {theirs} in the checkpoint; set "
-                    "override_opt_param_scheduler to keep ours, or "
-                    "use_checkpoint_opt_param_scheduler to take the checkpoint's"
-                )
-            setattr(self, name, theirs)
-        self._check_lr()
-        self._check_wd()
-        self.num_steps = state_dict["num_steps"]
-        self.step(increment=0)

@@ -18,7 +18,6 @@ from functools import partial
 import torch.distributed as dist
 
 from minimegatron import backend
-from minimegatron.core.collectives import is_tagged
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.rank_generator import (
@@ -30,6 +29,10 @@ from minimegatron.core.rank_generator import (
     default_position_embedding_ranks,  # noqa: F401
 )
 from minimegatron.core.utils import barrier
+from minimegatron.exports import all_of
+
+# Getters and setters that no training step calls.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.parallel_getters")
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class _ParallelState:
 _state: _ParallelState | None = None
 _virtual_size: int | None = None
 _virtual_rank: int | None = None
-_sizes_set_by_hand: dict[str, int | None] = {}
-_ranks_set_by_hand: dict[str, int | None] = {}
+sizes_set_by_hand: dict[str, int | None] = {}
+ranks_set_by_hand: dict[str, int | None] = {}
 """By kind of group. They go before what the groups say."""
 
 
@@ -118,7 +121,8 @@ def initialize_model_parallel(
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
     timeout = timedelta(minutes=distributed_timeout_minutes)
-    _state = _create_groups(groups, timeout, pipeline_placement)
+    over = backend.in_place_of(dist.get_backend())
+    _state = _create_groups(groups, timeout, pipeline_placement, over)
     _virtual_size = virtual_pipeline_model_parallel_size
     _virtual_rank = None if _virtual_size is None else 0
 
@@ -157,7 +161,10 @@ def _ranks_of_first_stage(placement: Placement, pp_ranks: list[int]) -> list[int
 
 
 def _create_groups(
-    groups: dict[str, list[list[int]]], timeout: timedelta, placement: Placement | None
+    groups: dict[str, list[list[int]]],
+    timeout: timedelta,
+    placement: Placement | None,
+    over: str | None = None,
 ) -> _ParallelState:
     """Makes one process group per distinct set of ranks, the same calls in the same order on all.
 
@@ -165,7 +172,7 @@ def _create_groups(
     member of would leave the others waiting. The default group serves for none of them, so that
     after a failure all can be made anew.
     """
-    me, over = dist.get_rank(), backend.in_place_of(dist.get_backend())
+    me = dist.get_rank()
     kinds_of: dict[tuple[int, ...], list[str]] = {}
     for kind in GROUP_KINDS:
         for ranks in groups[kind.name]:
@@ -174,7 +181,9 @@ def _create_groups(
     by_kind: dict[str, dist.ProcessGroup | None] = {kind.name: None for kind in GROUP_KINDS}
     created = []
     for ranks, names in kinds_of.items():
-        group = dist.new_group(list(ranks), timeout, over, group_desc="+".join(names))
+        group = dist.new_group(
+            list(ranks), timeout=timeout, backend=over, group_desc="+".join(names)
+        )
         if me in ranks:
             if len(ranks) > 1:
                 # The group connects now. With gloo, a rank that destroys a group breaks connections
@@ -199,18 +208,13 @@ def destroy_model_parallel() -> None:
         for group in _state.created:
             dist.destroy_process_group(group)
     _state = _virtual_size = _virtual_rank = None
-    _sizes_set_by_hand.clear()
-    _ranks_set_by_hand.clear()
+    sizes_set_by_hand.clear()
+    ranks_set_by_hand.clear()
 
 
 def is_initialized() -> bool:
     """Whether the groups exist."""
     return _state is not None
-
-
-def model_parallel_is_initialized() -> bool:
-    """Whether the groups exist; Megatron's longer name."""
-    return is_initialized()
 
 
 # -- The four questions behind every getter --
@@ -243,20 +247,22 @@ def _explain_absence(kind: str) -> None:
     raise RuntimeError(f"rank {dist.get_rank()} is in no {title} group")
 
 
-def _size(kind: str) -> int:
-    by_hand = _sizes_set_by_hand.get(kind)
+def size_of(kind: str) -> int:
+    """Ranks in this rank's group of a kind, unless set by hand."""
+    by_hand = sizes_set_by_hand.get(kind)
     return get_group(kind).size() if by_hand is None else by_hand
 
 
-def _rank(kind: str) -> int:
-    by_hand = _ranks_set_by_hand.get(kind)
+def rank_of(kind: str) -> int:
+    """This rank's place in its group of a kind, unless set by hand."""
+    by_hand = ranks_set_by_hand.get(kind)
     return get_group(kind).rank() if by_hand is None else by_hand
 
 
 def _on_gloo(group: dist.ProcessGroup, title: str) -> dist.ProcessGroup:
     """`group`, if it sends the CPU's tensors."""
-    if not is_tagged(group):
-        config = str(dist.get_backend_config(group))
+    config = str(dist.get_backend_config(group))
+    if "cpu:gloo" not in config and "cpu:shm" not in config:
         raise RuntimeError(
             f"the {title} group sends over {config}, and no second group over gloo is made; call "
             'torch.distributed.new_group(ranks, backend="gloo") on all ranks and use that group'
@@ -304,51 +310,6 @@ def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGr
     return get_group("cp", check_initialized)
 
 
-def get_embedding_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The stages of this pipeline that hold the word embedding: each a copy, all one gradient."""
-    return get_group("embd", check_initialized)
-
-
-def get_position_embedding_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The stages of this pipeline that hold the position embedding."""
-    return get_group("pos_embd", check_initialized)
-
-
-def get_tensor_and_data_parallel_group(
-    check_initialized: bool = True, with_context_parallel: bool = False
-) -> dist.ProcessGroup:
-    """All ranks of this stage; without context, only those with the same piece of the sequence."""
-    return get_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
-
-
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The ranks of this stage that work on the same samples."""
-    return get_group("tp_cp", check_initialized)
-
-
-def get_amax_reduction_group(
-    with_context_parallel: bool = False, tp_only_amax_red: bool = False
-) -> dist.ProcessGroup:
-    """All ranks of this stage; with `tp_only_amax_red`, those that work on the same samples.
-
-    Without context, only those with the same piece of the sequence. Libraries that compute in fp8
-    find the largest absolute value (amax) over this group; nothing in this package does.
-    """
-    if tp_only_amax_red:
-        return get_group("tp_cp" if with_context_parallel else "tp")
-    return get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
-
-
-def get_expert_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The ranks that share the experts of a layer."""
-    return get_group("ep", check_initialized)
-
-
-def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The ranks that share each expert."""
-    return get_group("expt_tp", check_initialized)
-
-
 @accepts_left_out
 def get_expert_data_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks with the same experts: the group that expert gradients are reduced over."""
@@ -361,29 +322,12 @@ def get_expert_data_parallel_group_gloo() -> dist.ProcessGroup:
     return _on_gloo(get_expert_data_parallel_group(), "expert data")
 
 
-def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The ranks that hold one full set of a layer's experts."""
-    return get_group("tp_ep", check_initialized)
-
-
-def get_expert_tensor_model_pipeline_parallel_group(
-    check_initialized: bool = True,
-) -> dist.ProcessGroup:
-    """The ranks that hold one full set of all layers' experts."""
-    return get_group("tp_ep_pp", check_initialized)
-
-
 # -- Sizes --
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Ranks that share each layer."""
-    return _size("tp")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Ranks of a pipeline."""
-    return _size("pp")
+    return size_of("pp")
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
@@ -394,38 +338,13 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 @accepts_left_out
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """Copies of the model (times pieces of each sequence)."""
-    return _size("dp_cp" if with_context_parallel else "dp")
-
-
-def get_context_parallel_world_size() -> int:
-    """Pieces of each sequence."""
-    return _size("cp")
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Ranks of a stage that work on the same samples."""
-    return _size("tp_cp")
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Ranks that share the experts of a layer."""
-    return _size("ep")
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Ranks that share each expert."""
-    return _size("expt_tp")
-
-
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Ranks that hold one full set of a layer's experts."""
-    return _size("tp_ep")
+    return size_of("dp_cp" if with_context_parallel else "dp")
 
 
 @accepts_left_out
 def get_expert_data_parallel_world_size() -> int:
     """Copies of each expert."""
-    return _size("expt_dp")
+    return size_of("expt_dp")
 
 
 # -- This rank's place --
@@ -433,12 +352,12 @@ def get_expert_data_parallel_world_size() -> int:
 
 def get_tensor_model_parallel_rank() -> int:
     """Place in the tensor group."""
-    return _rank("tp")
+    return rank_of("tp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """Place in the pipeline."""
-    return _rank("pp")
+    return rank_of("pp")
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
@@ -462,153 +381,13 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 @accepts_left_out
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     """Place in the data group: which share of the samples is ours."""
-    return _rank("dp_cp" if with_context_parallel else "dp")
-
-
-def get_context_parallel_rank() -> int:
-    """Place in the context group: which piece of each sequence is ours."""
-    return _rank("cp")
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """Place in the tensor-and-context group."""
-    return _rank("tp_cp")
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Place in the expert group: which experts are ours."""
-    return _rank("ep")
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """Place in the expert-tensor group."""
-    return _rank("expt_tp")
-
-
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Place in the expert-tensor-and-expert group."""
-    return _rank("tp_ep")
+    return rank_of("dp_cp" if with_context_parallel else "dp")
 
 
 @accepts_left_out
 def get_expert_data_parallel_rank() -> int:
     """Place among the copies of our experts."""
-    return _rank("expt_dp")
-
-
-def get_all_ranks() -> str:
-    """Our places, as "tensor_data_context_pipeline_expert", to name files and threads after."""
-    return "_".join(str(_rank(kind)) for kind in ("tp", "dp", "cp", "pp", "ep"))
-
-
-# -- Sizes and places set by hand --
-# For a program that handles a layout without its processes, such as one that converts checkpoints. The
-# getter, and whoever places layers by it, gets what was set last; None asks the group again. The groups
-# themselves do not change, and neither does what is sent over them.
-
-
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """What `get_tensor_model_parallel_world_size` returns; None: the size of the group."""
-    _sizes_set_by_hand["tp"] = world_size
-
-
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """What `get_pipeline_model_parallel_world_size` returns; None: the size of the group."""
-    _sizes_set_by_hand["pp"] = world_size
-
-
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """What `get_expert_model_parallel_world_size` returns; None: the size of the group."""
-    _sizes_set_by_hand["ep"] = world_size
-
-
-def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """What `get_expert_tensor_parallel_world_size` returns; None: the size of the group."""
-    _sizes_set_by_hand["expt_tp"] = world_size
-
-
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """What `get_tensor_model_parallel_rank` returns; None: the place in the group."""
-    _ranks_set_by_hand["tp"] = rank
-
-
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """What `get_pipeline_model_parallel_rank` returns; None: the place in the group."""
-    _ranks_set_by_hand["pp"] = rank
-
-
-def set_data_parallel_rank(rank: int | None) -> None:
-    """What `get_data_parallel_rank` returns, with context parallelism or not; None: the place in the
-    group."""
-    _ranks_set_by_hand["dp"] = _ranks_set_by_hand["dp_cp"] = rank
-
-
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """What `get_expert_model_parallel_rank` returns; None: the place in the group."""
-    _ranks_set_by_hand["ep"] = rank
-
-
-def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """What `get_expert_tensor_parallel_rank` returns; None: the place in the group."""
-    _ranks_set_by_hand["expt_tp"] = rank
-
-
-# -- Global ranks of peers, for calls that name a source or a destination --
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of our tensor group."""
-    return get_global_ranks("tp")[0]
-
-
-def get_model_parallel_src_rank() -> int:
-    """Global rank of the first member of our model group."""
-    return get_global_ranks("mp")[0]
-
-
-def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Global rank of the first member of our data group."""
-    return get_global_ranks("dp_cp" if with_context_parallel else "dp")[0]
-
-
-def get_expert_model_parallel_src_rank() -> int:
-    """Global rank of the first member of our expert group."""
-    return get_global_ranks("ep")[0]
-
-
-def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Global ranks of our context group, first piece first."""
-    return get_global_ranks("cp") if check_initialized or is_initialized() else None
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of our pipeline's first stage, where the model begins."""
-    return _global_rank_of_stage(get_pipeline_placement().first_rank)
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of our pipeline's last stage, where the model ends."""
-    return _global_rank_of_stage(get_pipeline_placement().last_rank)
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the place after ours in the pipeline; after the last comes the first."""
-    return _global_rank_of_stage((_rank("pp") + 1) % _size("pp"))
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the place before ours in the pipeline; before the first comes the last."""
-    return _global_rank_of_stage((_rank("pp") - 1) % _size("pp"))
-
-
-def _global_rank_of_stage(place: int) -> int:
-    ranks = get_global_ranks("pp")
-    if place >= len(ranks):
-        raise RuntimeError(
-            f"place {place} of a pipeline of {_size('pp')}, as set by hand, has no rank: the pipeline "
-            f"group has {len(ranks)}; set None, or make the groups of that size"
-        )
-    return ranks[place]
+    return rank_of("expt_dp")
 
 
 # -- Stages --
@@ -622,7 +401,7 @@ def get_pipeline_placement() -> Placement:
     What `initialize_model_parallel` was given, as long as the sizes are the same; else a line or a
     loop.
     """
-    size, chunks = _size("pp"), _virtual_size or 1
+    size, chunks = size_of("pp"), _virtual_size or 1
     given = None if _state is None else _state.placement
     if given is not None and (given.pp_size, given.num_model_chunks) == (size, chunks):
         return given
@@ -635,9 +414,9 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
     Raises ValueError if the chunk matters and `vp_stage` is missing or out of range.
     """
     if ignore_virtual or _virtual_size is None:
-        return get_pipeline_placement().is_first_rank(_rank("pp"))
+        return get_pipeline_placement().is_first_rank(rank_of("pp"))
     chunk = _chunk(vp_stage)
-    return get_pipeline_placement().is_first(_rank("pp"), chunk)
+    return get_pipeline_placement().is_first(rank_of("pp"), chunk)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -646,28 +425,9 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
     Raises ValueError if the chunk matters and `vp_stage` is missing or out of range.
     """
     if ignore_virtual or _virtual_size is None:
-        return get_pipeline_placement().is_last_rank(_rank("pp"))
+        return get_pipeline_placement().is_last_rank(rank_of("pp"))
     chunk = _chunk(vp_stage)
-    return get_pipeline_placement().is_last(_rank("pp"), chunk)
-
-
-def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether we hold a word embedding and, unless `ignore_virtual`, whether `vp_stage` does.
-
-    A rank that holds both ends of the model has two chunks that do. Raises ValueError as
-    `is_pipeline_first_stage`; False without groups.
-    """
-    if get_group("embd", check_initialized=False) is None:
-        return False
-    if ignore_virtual or not (is_pipeline_first_stage() or is_pipeline_last_stage()):
-        return True
-    where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    return is_pipeline_first_stage(**where) or is_pipeline_last_stage(**where)
-
-
-def is_rank_in_position_embedding_group() -> bool:
-    """Whether we hold a position embedding; False without groups."""
-    return get_group("pos_embd", check_initialized=False) is not None
+    return get_pipeline_placement().is_last(rank_of("pp"), chunk)
 
 
 def _chunk(vp_stage: int | None) -> int:

@@ -18,7 +18,7 @@ from minimegatron.core.dist_checkpointing.core import (
     check_files,
     load_common_state_dict,
 )
-from minimegatron.core.left_out import known_fields
+from minimegatron.core.left_out_record import known_fields
 from minimegatron.training.argument_utils import flags_by_name
 from minimegatron.training.checkpoint_folder import find_checkpoint
 from minimegatron.training.config import SECTIONS

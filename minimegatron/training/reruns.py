@@ -26,7 +26,7 @@ from minimegatron.core.rerun_state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
-from minimegatron.core.tensor_parallel.random import keep_rng_states
+from minimegatron.core.tensor_parallel.recompute import keep_rng_states
 from minimegatron.training.config import Arguments
 from minimegatron.training.global_vars import get_train_state
 from minimegatron.training.utils import print_rank_0

@@ -9,9 +9,8 @@ from functools import partial
 import torch
 
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
-from minimegatron.core.utils import unwrap_model
-from minimegatron.training import failures
-from minimegatron.training.global_vars import get_args, get_train_state
+from minimegatron.training.global_vars import get_args
+from minimegatron.training.result_words import not_finite, spiky
 
 SPIKY_LOSS_FACTOR = 10
 """A loss is spiky if it is this many times the largest of the first hundred."""
@@ -27,50 +26,16 @@ def check_loss(loss: torch.Tensor, model: torch.nn.Module | None) -> None:
     args, machine = get_args(), get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         # One check of both: on a GPU each is a wait for the microbatch.
-        words = partial(_not_finite, loss, model)
+        words = partial(not_finite, loss, model)
         machine.validate_result(loss, _is_not_finite, "loss is not finite", describe=words)
     is_training = torch.is_grad_enabled() if model is None else model.training
     if args.check_for_spiky_loss and is_training:
         is_spiky = partial(
             machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
         )
-        words = partial(_spiky, model)
+        words = partial(spiky, model)
         machine.validate_result(loss, is_spiky, "spiky loss", fatal=False, describe=words)
 
 
 def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
     return ~torch.isfinite(loss)
-
-
-def _not_finite(loss: torch.Tensor, model: torch.nn.Module | None) -> str:
-    what = "NaN" if loss.isnan() else "Inf"
-    return (
-        f"the loss is {what} in {_where(model)}; look at its samples, lower --lr or --clip-grad, "
-        "lengthen --lr-warmup-iters, or compute in another precision; "
-        "--no-check-for-nan-in-loss-and-grad goes on"
-    )
-
-
-def _spiky(model: torch.nn.Module | None) -> str:
-    usual = get_rerun_state_machine().largest("loss")
-    return (
-        f"spiky loss on {failures.identify()} in {_where(model)}, where the first hundred were at "
-        f"most {usual:.4g}; look at its samples, or lower --lr"
-    )
-
-
-def _where(model: torch.nn.Module | None) -> str:
-    """Microbatch, iteration and samples, in the words of a sentence."""
-    args, state = get_args(), get_train_state()
-    if model is None:
-        return f"a microbatch of iteration {state.iteration + 1}"
-    microbatch = unwrap_model(model).current_microbatch
-    if not model.training:
-        return f"microbatch {microbatch} of the evaluation after iteration {state.iteration}"
-    # Each step of the samplers deals one microbatch to every copy of the model in turn.
-    first = state.consumed_train_samples + args.micro_batch_size * (
-        microbatch * args.data_parallel_size + failures.identify().dp
-    )
-    last = first + args.micro_batch_size - 1
-    samples = f"sample {first}" if first == last else f"samples {first} to {last}"
-    return f"microbatch {microbatch} of iteration {state.iteration + 1} (training {samples})"

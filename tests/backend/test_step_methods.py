@@ -152,6 +152,15 @@ def gathers_over_a_failed_step() -> list[float]:
     return output.tolist()
 
 
+def lanes_of_two_groups() -> list[int]:
+    first, second = new_group(), new_group()
+    return [first.new_lane(), first.new_lane(), second.new_lane()]
+
+
+def test_each_group_counts_its_lanes():
+    assert run_ranks(lanes_of_two_groups, 2) == [[0, 1, 0]] * 2
+
+
 def test_a_gathering_of_no_step_outlives_a_failed_one():
     assert run_ranks(gathers_over_a_failed_step, 2) == [[1.0, 2.0]] * 2
 
@@ -159,46 +168,105 @@ def test_a_gathering_of_no_step_outlives_a_failed_one():
 # -- Messages --
 
 
-def messages_ahead() -> list[int]:
-    """How many messages rank 0 has sent that rank 1 has not taken."""
-    group, rank, counts = new_group(), dist.get_rank(), []
+def wait_for_the_receiver() -> str:
+    """Rank 0 sends; rank 1 takes it after rank 0 has waited for that in vain."""
+    group, rank, said = new_group(1.0), dist.get_rank(), ""
     if rank == 0:
-        for _ in range(3):
-            dist.send(ones(), 1, group=group)
-            counts.append(group.num_untaken(1))
-    dist.barrier(group)
+        work = dist.isend(torch.full((3,), 4.0), 1, group=group)
+        assert work.wait()  # the message lies in shared memory
+        with pytest.raises(WireError) as caught:
+            work.wait_until_taken()
+        said = str(caught.value)
+    dist.barrier()
+    tensor = ones()
     if rank == 1:
-        for _ in range(3):
-            dist.recv(ones(), 0, group=group)
-    dist.barrier(group)
-    return [*counts, group.num_untaken(1 - rank)]
+        dist.recv(tensor, 0, group=group)
+        assert tensor.tolist() == [4.0] * 3
+    else:
+        work.wait_until_taken()
+    return said
 
 
-def test_a_rank_knows_how_far_it_is_ahead():
-    assert run_ranks(messages_ahead, 2) == [[1, 2, 3, 0], [0]]
+def test_a_sender_may_wait_until_its_message_is_taken():
+    assert run_ranks(wait_for_the_receiver, 2) == [
+        "rank 1 of the group has not taken a message within 1 s",
+        "",
+    ]
 
 
-def lend_a_message() -> tuple[list[float], bool]:
+def lend_messages() -> tuple[list[list[float]], dict[int, int]]:
     """A message becomes the tensor's memory, and is the sender's again when the tensor is gone."""
-    group, rank = new_group(), dist.get_rank()
+    group, rank, tags = new_group(), dist.get_rank(), (2, 3)
     found = []
-    for number in range(3):
+    for number in range(4):
+        tensors = [torch.full((4,), 10.0 * tag + number) for tag in tags]
         if rank == 0:
-            dist.send(torch.full((4,), float(number)), 1, group=group, tag=2)
+            for tensor, tag in zip(tensors, tags, strict=True):
+                dist.send(tensor, 1, group=group, tag=tag)
         else:
-            tensor = torch.empty(4)
+            before = [tensor.data_ptr() for tensor in tensors]
+            for tensor, tag in zip(tensors, tags, strict=True):
+                group.receive_lent(tensor.zero_(), 0, tag).wait()
+            found.append([tensor.unique().item() for tensor in tensors])
+            assert not {tensor.data_ptr() for tensor in tensors} & set(before)
+            del tensor
+        del tensors
+    dist.barrier(group)
+    slots = group.mesh.to[1 - rank]._slots
+    return found, {tag: len(slots[tag].slots) for tag in tags if tag in slots}
+
+
+def test_a_message_of_each_tag_may_be_lent():
+    (_, num_slots), (found, none) = run_ranks(lend_messages, 2)
+    assert found == [[20.0 + number, 30.0 + number] for number in range(4)]
+    assert num_slots.keys() == {2, 3} and max(num_slots.values()) <= 4 and none == {}
+
+
+def a_second_message_is_copied() -> list[bool]:
+    """Whether each of two messages with one tag, both in use, is the sender's memory."""
+    group, rank, is_lent, kept = new_group(), dist.get_rank(), [], []
+    for number in range(2):
+        tensor = torch.full((4,), float(number))
+        if rank == 0:
+            dist.send(tensor, 1, group=group, tag=2)
+        else:
             before = tensor.data_ptr()
             group.receive_lent(tensor, 0, 2).wait()
-            found.append(tensor.unique().item())
-            assert tensor.data_ptr() != before
-            del tensor
-    dist.barrier(group)
-    slots = group.mesh.to[1 - rank]._slots.get("messages")
-    return found, slots is None or len(slots.slots) <= 3
+            is_lent.append(tensor.data_ptr() != before)
+            kept.append(tensor)
+    assert [tensor[0].item() for tensor in kept] == [0.0, 1.0][: len(kept)]
+    return is_lent
 
 
-def test_a_message_may_be_lent():
-    assert run_ranks(lend_a_message, 2) == [([], True), ([0.0, 1.0, 2.0], True)]
+def test_of_one_tag_one_message_at_a_time_is_lent():
+    assert run_ranks(a_second_message_is_copied, 2) == [[], [True, False]]
+
+
+def messages_over_gloo_inside() -> list[float]:
+    """A failed step leaves a message with a small tag, and one with a tag of the program's own."""
+    group, rank, found = new_group(), dist.get_rank(), []
+    assert group.mesh is None
+    group.begin_step()
+    if rank == 0:
+        kept = [dist.isend(torch.full((3,), 6.0 + tag), 1, group=group, tag=tag) for tag in (1, 9)]
+    group.abandon("planted")
+    group.begin_step()
+    if rank == 0:
+        dist.send(torch.full((3,), 8.0), 1, group=group, tag=1)
+        dist.send(torch.full((3,), 5.0), 1, group=group, tag=2)
+        kept[1].wait()
+    else:
+        for source, tag in ((0, 1), (None, 2), (0, 9)):
+            tensor = ones()
+            dist.recv(tensor, source, group=group, tag=tag)
+            found.append(tensor[0].item())
+    group.end_step()
+    return found
+
+
+def test_over_gloo_a_message_of_a_failed_step_is_not_taken_for_the_next():
+    found = run_ranks(messages_over_gloo_inside, 2, shared_memory=False)
+    assert found == [[], [8.0, 5.0, 15.0]]
 
 
 # -- A part of a group --

@@ -1,21 +1,20 @@
 """The all-to-all: what arrives, what is refused before anything is sent, what observers are told."""
 
 import json
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend.group import MAX_BYTES
 from minimegatron.core import collectives
-from minimegatron.core.collectives import Done, Pending
-from minimegatron.core.local_host.local_collectives import MAX_BYTES, get_mesh
+from minimegatron.core.collectives import Pending
 from minimegatron.core.tensor_parallel import all_to_all, mappings
 from minimegatron.tracing.lanes import in_flight
 from minimegatron.tracing.recorder import trace
 from minimegatron.tracing.recording_shape import check_recording
+from tests.core.wire_kinds import SHARED, group_over, over_each_kind, run_over
 from tests.groups import PretendGroup
-from tests.ranks import has_shared_memory, run_ranks
 
 
 def rows_to(size: int, kind: str) -> list[list[int]]:
@@ -36,9 +35,9 @@ def sent(kind: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> to
 
 
 def exchange(
-    kind: str, shape: tuple[int, ...], dtype: torch.dtype, async_op: bool, bounded: bool = False
+    group: dist.ProcessGroup, kind: str, shape: tuple[int, ...], dtype: torch.dtype, async_op: bool
 ) -> bool:
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
     rows = rows_to(group.size(), kind)
     out_splits, in_splits = [row[rank] for row in rows], rows[rank]
     parts = [sent(kind, i, shape, dtype).split(row)[rank] for i, row in enumerate(rows)]
@@ -47,8 +46,7 @@ def exchange(
     mine = sent(kind, rank, shape, dtype)
     mine = torch.stack([mine, mine], dim=-1)[..., 0]
     splits = (None, None) if kind in ("equal", "nothing") else (out_splits, in_splits)
-    options = {"async_op": async_op, "most_rows": max(map(max, rows)) if bounded else None}
-    handle = collectives.all_to_all(output, mine, group, *splits, **options)
+    handle = collectives.all_to_all(output, mine, group, *splits, async_op=async_op)
     del mine
     if async_op:
         assert isinstance(handle, Pending)
@@ -56,43 +54,35 @@ def exchange(
     return torch.equal(output, torch.cat(parts))
 
 
-def all_exchanges() -> list:
-    # With the group's shared memory in use, another collective may come in between.
-    collectives.all_reduce(torch.ones(1), dist.group.WORLD)
+def all_exchanges(wire: str) -> list:
+    group = group_over(wire)
     wrong = [
-        (kind, shape, dtype, async_op, bounded)
+        (kind, shape, dtype, async_op)
         for kind in ("uneven", "one gets all", "equal", "nothing")
         for shape in ((), (3,), (2, 2))
         for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool)
         for async_op in (False, True)
-        for bounded in (False, True)
-        if not exchange(kind, shape, dtype, async_op, bounded)
+        if not exchange(group, kind, shape, dtype, async_op)
     ]
-    assert has_shared_memory() == (get_mesh(dist.group.WORLD, torch.ones(1)) is not None)
-    check_overlapping(None)
-    check_overlapping(1)
-    check_refusals()
-    check_gradients()
-    check_uneven_gathers()
-    check_what_is_told()
-    with mock.patch.object(collectives, "needs_staging", lambda *_: True):
-        assert exchange("uneven", (3,), torch.float64, async_op=False)
-        assert exchange("uneven", (3,), torch.float64, async_op=True)
-    if has_shared_memory():
-        check_ways()
-        check_after_a_failed_step()
+    check_overlapping(group)
+    check_refusals(group)
+    check_gradients(group)
+    check_uneven_gathers(group)
+    check_what_is_told(group)
+    if wire == SHARED:
+        check_ways(group)
+        check_after_a_failed_step(group)
     return wrong
 
 
-def check_overlapping(most_rows: int | None) -> None:
+def check_overlapping(group: dist.ProcessGroup) -> None:
     """Several under way, small collectives between them, waited for in another order."""
-    group, size = dist.group.WORLD, dist.get_world_size()
+    size = dist.get_world_size()
     outputs, handles = [], []
     for number in range(4):
         outputs.append(torch.empty(size))
         mine = torch.full((size,), 10.0 * number + dist.get_rank())
-        options = {"async_op": True, "most_rows": most_rows}
-        handles.append(collectives.all_to_all(outputs[-1], mine, group, **options))
+        handles.append(collectives.all_to_all(outputs[-1], mine, group, async_op=True))
         total = torch.ones(3)
         collectives.all_reduce(total, group)
         assert total.tolist() == [size] * 3
@@ -102,9 +92,9 @@ def check_overlapping(most_rows: int | None) -> None:
         assert output.tolist() == [10.0 * number + rank for rank in range(size)]
 
 
-def check_refusals() -> None:
+def check_refusals(group: dist.ProcessGroup) -> None:
     """Nothing was sent: what follows arrives as if these had not been tried."""
-    group, size = dist.group.WORLD, dist.get_world_size()
+    size = dist.get_world_size()
     right = [1] * size
     for output_splits, input_splits, words in (
         (right, [*right, 1], rf"input_splits .* are {size + 1} numbers"),
@@ -118,8 +108,6 @@ def check_refusals() -> None:
             )
     with pytest.raises(ValueError, match=f"the input has {size + 1} rows"):
         collectives.all_to_all(torch.empty(size), torch.ones(size + 1), group)
-    with pytest.raises(ValueError, match="most_rows is 1, but the splits are"):
-        collectives.all_to_all(torch.empty(size), torch.ones(2 * size), group, None, None, False, 1)
     for output, words in (
         (torch.empty(size, dtype=torch.float64), r"float32 \[\], .*float64"),
         (torch.empty(size, 2), r"float32 \[\], .*float32 \[2\]"),
@@ -127,28 +115,24 @@ def check_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             collectives.all_to_all(output, torch.ones(size), group)
-    assert exchange("uneven", (2,), torch.float64, async_op=False)
+    assert exchange(group, "uneven", (2,), torch.float64, async_op=False)
 
 
-def check_ways() -> None:
-    """Through shared memory if all know that the largest piece is small, whatever this rank's are."""
-    ways = []
-    single = mock.patch.object(
-        dist, "all_to_all_single", side_effect=lambda *_: ways.append("gloo") or Done()
-    )
-    group, size = dist.group.WORLD, dist.get_world_size()
-    with single:
-        for most_rows in (None, 1, MAX_BYTES // 8, MAX_BYTES // 8 + 1):
-            output, mine = torch.zeros(size, 2), torch.full((size, 2), 1.0 + dist.get_rank())
-            collectives.all_to_all(output, mine, group, most_rows=most_rows)
-            ways += output[:, 0].tolist()
-    arrived, nothing = list(range(1, size + 1)), [0] * size
-    assert ways == ["gloo", *nothing, *arrived, *arrived, "gloo", *nothing]
+def check_ways(group: dist.ProcessGroup) -> None:
+    """All pieces go through shared memory, and some ranks may leave out splits that others give."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    before = group._inside._begun.count
+    for rows in (1, MAX_BYTES // 4 // size + 1):
+        splits = [[rows] * size] * 2 if rank == 0 else [None] * 2
+        output, mine = torch.zeros(rows * size), torch.full((rows * size,), 1.0 + rank)
+        collectives.all_to_all(output, mine, group, *splits)
+        assert output[::rows].tolist() == [1.0 + other for other in range(size)]
+    assert group._inside._begun.count == before
 
 
-def check_gradients() -> None:
+def check_gradients(group: dist.ProcessGroup) -> None:
     """Rows that come back are the sender's: the gradient of each is what its receiver made of it."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
     rows = rows_to(group.size(), "uneven")
     x = sent("uneven", rank, (2,), torch.float64).requires_grad_()
     output_splits = [row[rank] for row in rows]
@@ -164,9 +148,9 @@ def check_gradients() -> None:
     assert half.grad.eq(1).all()
 
 
-def check_uneven_gathers() -> None:
+def check_uneven_gathers(group: dist.ProcessGroup) -> None:
     """Against the same rows gathered by hand; sizes may be 0, on one rank or on all."""
-    rank, group, size = dist.get_rank(), dist.group.WORLD, dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
     for sizes in ([2 * i for i in range(size)], [3, *[0] * (size - 1)], [0] * size):
         whole = torch.arange(2.0 * sum(sizes), dtype=torch.float64).view(-1, 2)
         for shape in ((-1, 2), (-1,)):
@@ -200,9 +184,9 @@ def check_uneven_gathers() -> None:
         mappings.gather_from_sequence_parallel_region(torch.ones(1), True, group, [])
 
 
-def check_what_is_told() -> None:
+def check_what_is_told(group: dist.ProcessGroup) -> None:
     """Attributes of the call; in a recording, the span from the start to the end of the wait."""
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    size, rank = dist.get_world_size(), dist.get_rank()
     splits = [2, *[1] * (size - 1)]
     arriving = [2] * size if rank == 0 else [1] * size
     with trace() as run:
@@ -235,31 +219,28 @@ def check_what_is_told() -> None:
         check_recording(data)
 
 
-def check_after_a_failed_step() -> None:
+def check_after_a_failed_step(group: dist.ProcessGroup) -> None:
     """What only one rank has begun is not paired with the next step's of the others."""
-    group, size = dist.group.WORLD, dist.get_world_size()
+    size = dist.get_world_size()
     collectives.begin_step([group])
     if dist.get_rank() == 0:
         collectives.all_to_all(torch.empty(size), torch.ones(size), group, async_op=True)
-        collectives.all_to_all(torch.empty(size), torch.ones(size), group, None, None, True, 1)
     collectives.abandon([group], "planted")
     collectives.begin_step([group])
-    # Over shared memory, what is left of the failed step is not taken for this one's.
-    assert exchange("uneven", (3,), torch.float64, async_op=True, bounded=True)
-    collectives.all_reduce(torch.ones(3), group)
-    with pytest.raises(ConnectionError, match="collectives over gloo, and this rank"):
-        collectives.all_to_all(torch.empty(size), torch.ones(size), group)
+    assert exchange(group, "uneven", (3,), torch.float64, async_op=True)
+    collectives.end_step([group])
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_over_real_ranks(size):
-    assert run_ranks(all_exchanges, size) == [[]] * size
+@over_each_kind
+def test_over_real_ranks(kind, size):
+    assert run_over(kind, all_exchanges, size) == [[]] * size
 
 
 def test_the_backward_exchanges_the_splits(monkeypatch):
     asked = []
 
-    def fake(output, input, group, output_splits, input_splits, most_rows):
+    def fake(output, input, group, output_splits, input_splits):
         asked.append((output.size(0), output_splits, input_splits))
         output.zero_()
 

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 from minimegatron.convert.hugging_face import _model_arguments
-from minimegatron.core import left_out
+from minimegatron.core import left_out_record
 from minimegatron.core.distributed import DistributedDataParallelConfig
-from minimegatron.core.left_out import LeftOut, Recorded, known_fields
+from minimegatron.core.left_out_record import LeftOut, Recorded, known_fields
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -66,7 +66,7 @@ def test_megatrons_fields_pass_with_their_defaults_only():
             (), {"moe_glow": LeftOut((0.5,))}
         ),
     }
-    with mock.patch.object(left_out, "record", lambda: made_up):
+    with mock.patch.object(left_out_record, "record", lambda: made_up):
         config = TransformerConfig(**SIZES, fp9=None, moe_glow=0.5)
         assert (config.fp9, config.moe_glow, config.num_layers) == (None, 0.5, 2)
         assert (TransformerConfig(**SIZES).moe_glow, hasattr(config, "fp8")) == (0.5, False)

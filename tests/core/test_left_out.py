@@ -10,13 +10,14 @@ import re
 import pytest
 import torch
 
-from minimegatron.core import left_out
+from minimegatron.core import left_out_record
 from minimegatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
 )
 from minimegatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from minimegatron.core.datasets.megatron_tokenizer import ByteLevelTokenizer
-from minimegatron.core.left_out import LeftOut, Recorded, accepts_left_out
+from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.left_out_record import LeftOut, Recorded
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.transformer.enums import AttnBackend
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -38,11 +39,11 @@ def passed_on(name: str, *args, **given):
     parameters = inspect.signature(function).parameters
     own, is_bound = frozenset(parameters), next(iter(parameters), "") == "self"
     args = (object(), *args) if is_bound else args
-    args, given = left_out._without_left_out(name, own, args, given, int(is_bound))
+    args, given = left_out_record.without_left_out(name, own, args, given, int(is_bound))
     return args[is_bound:], given
 
 
-RECORD = left_out.record()
+RECORD = left_out_record.record()
 
 
 @pytest.mark.parametrize("name", RECORD)
@@ -90,12 +91,12 @@ def recorded(monkeypatch):
         ("width", "unit", "height", "frame"),
         {"unit": LeftOut(("cm", "AttnBackend.auto", False)), "frame": LeftOut((None, [1, 2], 0))},
     )
-    monkeypatch.setattr(left_out, "record", lambda: {left_out.name_of(area): about})
+    monkeypatch.setattr(left_out_record, "record", lambda: {left_out_record.name_of(area): about})
     return area
 
 
 def test_a_call_of_ours_goes_straight_through(recorded, monkeypatch):
-    monkeypatch.setattr(left_out, "record", None)  # nobody may ask
+    monkeypatch.setattr(left_out_record, "record", None)  # nobody may ask
     assert recorded(2, height=3, depth=4) == (2, 3, 4) and recorded(width=5) == (5, 1, 1)
     assert str(inspect.signature(recorded)) == "(width, *, height=1, depth=1)"
 
@@ -139,9 +140,11 @@ def test_a_subclass_passes_what_is_left_out_to_its_base(recorded):
         def __init__(self, size, shape=None):
             super().__init__(size, shape=shape)
 
-    about = {left_out.name_of(Base): Recorded(("size", "shape"), {"shape": LeftOut((None,))})}
+    about = {
+        left_out_record.name_of(Base): Recorded(("size", "shape"), {"shape": LeftOut((None,))})
+    }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(left_out, "record", lambda: about)
+        patch.setattr(left_out_record, "record", lambda: about)
         assert Derived(3).size == 3 and Base(4, None).size == 4
         with pytest.raises(ValueError, match="Base: shape is 'round'"):
             Derived(3, "round")

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from minimegatron.core import timers as timers_module
+from minimegatron.core import timer_reports
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.timers import Timers
 from minimegatron.core.tracing import observed_by, traced
@@ -27,7 +27,7 @@ clock = Clock()
 
 @pytest.fixture
 def told_time(monkeypatch):
-    monkeypatch.setattr(timers_module.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(timer_reports.time, "perf_counter", lambda: clock.now)
 
 
 def test_elapsed_active_time_and_reset(told_time):
@@ -176,8 +176,8 @@ def test_ranks_are_compared_though_they_ran_different_timers():
 def test_parts_of_a_step_begin_with_a_barrier(with_barrier, level, monkeypatch):
     """If the configuration says so. Small parts never do: ranks have different numbers of them."""
     waited = []
-    monkeypatch.setattr(timers_module.utils, "barrier", waited.append)
-    monkeypatch.setattr(timers_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(timer_reports.utils, "barrier", waited.append)
+    monkeypatch.setattr(timer_reports.dist, "is_initialized", lambda: True)
     timers = Timers(level)
     timers.told(ModelParallelConfig(barrier_with_L1_time=with_barrier))
 
@@ -217,7 +217,7 @@ def begin_together():
         time.sleep(0.05)
         store.set("rank 1 is here", "")
     store.set("rank 0 is here", "")
-    with mock.patch.object(timers_module.time, "perf_counter", clock), observed_by(timers):
+    with mock.patch.object(timer_reports.time, "perf_counter", clock), observed_by(timers):
         part()
     return seen[0]
 

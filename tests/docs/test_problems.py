@@ -60,8 +60,8 @@ def test_every_solution_can_be_filled_in(package, stem):
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3)])
 def test_e_no_rank_has_two_chunks_of_a_gpt_that_read_data(p, v, monkeypatch):
     """So the problem about a shared iterator is BERT's, whose chunks all read."""
-    monkeypatch.setattr(parallel_state, "_sizes_set_by_hand", {})
-    monkeypatch.setattr(parallel_state, "_ranks_set_by_hand", {})
+    monkeypatch.setattr(parallel_state, "sizes_set_by_hand", {})
+    monkeypatch.setattr(parallel_state, "ranks_set_by_hand", {})
     monkeypatch.setattr(parallel_state, "_virtual_size", None)
     parallel_state.set_pipeline_model_parallel_world_size(p)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(v)

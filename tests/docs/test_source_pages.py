@@ -1,12 +1,14 @@
 """A page of annotated source as a reader has it: its head, its folds, and where a link leads to."""
 
 import importlib
+import inspect
 import re
 
 import pytest
 from playwright.sync_api import expect
 from pygments.lexers import PythonLexer
 
+from minimegatron.core.pipeline_parallel import step_frame
 from tests.docs.conftest import Watched
 
 FOLDER = "source/minimegatron.core.pipeline_parallel."
@@ -32,6 +34,12 @@ def row_of(site, name: str, anchor: str) -> str:
     begin = text.index(f'id="{anchor}"')
     end = text.find('<div class="mm-row', begin)
     return text[begin : end if end > 0 else len(text)]
+
+
+def line_of(words: str) -> str:
+    """The anchor of the first line of `step_frame` that begins so."""
+    lines = inspect.getsource(step_frame).splitlines()
+    return f"L{1 + next(n for n, line in enumerate(lines) if line.strip().startswith(words))}"
 
 
 def place_of(page, anchor: str) -> float:
@@ -103,7 +111,7 @@ def test_the_target_is_in_the_middle(opened, screen):
         expect(page.locator("#L210")).to_be_in_viewport()
         assert MIDDLE[0] < place_of(page, "L210") < MIDDLE[1]
         # A symbol, a line that stands as prose, a line in a fold.
-        for anchor in ("GradSync.enable", "L297", "L34"):
+        for anchor in ("GradSync.enable", line_of("# All stages launch"), line_of("import torch")):
             page.evaluate("anchor => { location.hash = anchor }", anchor)
             expect(page.locator(f'[id="{anchor}"]')).to_be_in_viewport()
             page.wait_for_function(

@@ -116,7 +116,7 @@ QUOTED = {
         "doctor/causes.py": ["No rank waits for another. This may be slow rather than stuck."],
     },
     "nan": {
-        "training/result_checks.py": ["look at its samples, lower --lr or --clip-grad, "],
+        "training/result_words.py": ["look at its samples, lower --lr or --clip-grad, "],
         "core/distributed/param_and_grad_buffer.py": [
             "gradients are not finite in bucket ",
             "before data-parallel summation: ",

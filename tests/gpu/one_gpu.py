@@ -150,7 +150,7 @@ def wrong_random_numbers() -> list[str]:
     wanted = draw()
     draw()
     tracker.set_states(kept)
-    with tensor_parallel.random.repeats_from(default):
+    with tensor_parallel.recompute.repeats_from(default):
         found = draw()
     names = ("default generator", "model-parallel generator")
     pairs = zip(names, found, wanted, strict=True)

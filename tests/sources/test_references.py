@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 
-from minimegatron.core.left_out import record
+from minimegatron.core.left_out_record import record
 from minimegatron.core.pipeline_parallel import combined_1f1b, p2p_communication, schedules
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout

@@ -7,13 +7,16 @@ times 2^k; they are divided again in fp32. Too large a scale overflows to Inf: t
 (Micikevicius et al. 2018).
 """
 
-from abc import ABC, abstractmethod
-from typing import Any
-
 import torch
 
+from minimegatron.core.optimizer.grad_scaler_state import (
+    CountedScale,
+    GradScalerState,
+    UnchangedScale,
+)
 
-class MegatronGradScaler(ABC):
+
+class MegatronGradScaler(GradScalerState):
     """A scale, its inverse, and how it reacts to overflow.
 
     The scale is kept as a Python float and handed out as a CPU scalar tensor, which mixes with
@@ -38,34 +41,12 @@ class MegatronGradScaler(ABC):
         """What gradients are multiplied by; a float32 scalar."""
         return torch.tensor(1.0 / self._scale)
 
-    @abstractmethod
-    def update(self, found_inf: bool) -> None:
-        """Called after every attempted step, on all ranks alike: whether a gradient overflowed."""
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same scales."""
-
-    @abstractmethod
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
-
-
-class ConstantGradScaler(MegatronGradScaler):
+class ConstantGradScaler(UnchangedScale, MegatronGradScaler):
     """Always the same scale. Steps that overflow are still skipped."""
 
-    def update(self, found_inf: bool) -> None:
-        """Nothing changes."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember: the scale comes from the configuration."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to take over."""
-
-
-class DynamicGradScaler(MegatronGradScaler):
+class DynamicGradScaler(CountedScale, MegatronGradScaler):
     """Lowers the scale on overflow, raises it after a long run without.
 
     Args:
@@ -120,17 +101,3 @@ class DynamicGradScaler(MegatronGradScaler):
             self._growth_tracker = 0
             self._hysteresis_tracker = self.hysteresis
             self._scale *= self.growth_factor
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scale and both counts."""
-        return {
-            "scale": self._scale,
-            "growth_tracker": self._growth_tracker,
-            "hysteresis_tracker": self._hysteresis_tracker,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the scale and both counts."""
-        self._scale = float(state_dict["scale"])
-        self._growth_tracker = int(state_dict["growth_tracker"])
-        self._hysteresis_tracker = int(state_dict["hysteresis_tracker"])

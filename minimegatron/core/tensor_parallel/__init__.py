@@ -27,13 +27,12 @@ from minimegatron.core.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from minimegatron.core.tensor_parallel.random import (
-    CheckpointFunction,
     CudaRNGStatesTracker,
-    checkpoint,
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
     model_parallel_cuda_manual_seed,
 )
+from minimegatron.core.tensor_parallel.recompute import CheckpointFunction, checkpoint
 from minimegatron.core.tensor_parallel.sharding import (
     gather_parameter,
     shard_parameter,

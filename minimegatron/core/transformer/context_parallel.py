@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.mappings import all_to_all
-from minimegatron.core.tensor_parallel.random import get_rng_state, repeats_from
+from minimegatron.core.tensor_parallel.random import get_rng_state
+from minimegatron.core.tensor_parallel.recompute import repeats_from
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.zigzag import positions_of_rank
 from minimegatron.core.utils import without_graph

@@ -12,7 +12,7 @@ import torch
 
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.tensor_parallel.random import checkpoint
+from minimegatron.core.tensor_parallel.recompute import checkpoint
 from minimegatron.core.transformer.context_parallel_groups import options_of_core
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule

@@ -25,7 +25,7 @@ from minimegatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from minimegatron.core.tensor_parallel.random import checkpoint
+from minimegatron.core.tensor_parallel.recompute import checkpoint
 from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
 from minimegatron.core.transformer.layer_placement import (
     get_mtp_ranks,

@@ -17,7 +17,8 @@ from minimegatron.core.process_groups_config import (
     num_stages_of,
     stage_of,
 )
-from minimegatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
+from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from minimegatron.core.tensor_parallel.recompute import checkpoint
 from minimegatron.core.transformer.layer_placement import (
     num_layers_before_chunk,
     num_layers_of_chunk,

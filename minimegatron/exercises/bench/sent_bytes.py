@@ -14,15 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 from minimegatron.core.tracing import Call, observed_by
 from minimegatron.exercises.bench.counted_collectives import COLLECTIVES, CountedCollective, Counter
+from minimegatron.exercises.bench.noticed_methods import methods_noticed
 
 BY_TORCH = "torch.distributed "
 SPOKEN = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
+    "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
 }
-"""How torch begins the names of its operations, and what they are called."""
+"""How torch begins the names of its operations and of groups' methods, and what they are called."""
 
 
 class SentTensors(Counter):
@@ -38,6 +41,15 @@ class SentTensors(Counter):
 
     def stop(self, call: Call) -> None:
         self.depth -= call.name in COLLECTIVES
+
+    def notice(self, operation: str, given: dict[str, Any]) -> None:
+        """torch.distributed was asked for an operation, with these arguments."""
+        if self.depth:
+            return
+        inputs = [one for name, one in given.items() if name.startswith("input")]
+        tensors = tree_leaves(inputs or list(given.values()))
+        if size := sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor)):
+            self.calls.append(CountedCollective(BY_TORCH + _spoken(operation), size, ()))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -57,15 +69,8 @@ class _Noticing(TorchDispatchMode):
         self.sent = sent
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if function.namespace.startswith("c10d") and not self.sent.depth:
-            given = _by_name(function, args)
-            inputs = [one for name, one in given.items() if name.startswith("input")]
-            tensors = [one for one in tree_leaves(inputs or args) if isinstance(one, torch.Tensor)]
-            size = sum(one.nbytes for one in tensors)
-            if size:
-                self.sent.calls.append(
-                    CountedCollective(BY_TORCH + _spoken(function._opname), size, ())
-                )
+        if function.namespace.startswith("c10d"):
+            self.sent.notice(function._opname, _by_name(function, args))
         return function(*args, **(kwargs or {}))
 
 
@@ -85,7 +90,7 @@ def _spoken(operation: str) -> str:
 def all_sent_counted(sent: SentTensors | None = None) -> Iterator[SentTensors]:
     """Counts what is sent inside the block; more of it where `sent` has counted before."""
     sent = sent or SentTensors()
-    with observed_by(sent), _Noticing(sent):
+    with observed_by(sent), _Noticing(sent), methods_noticed(sent.notice):
         yield sent
 
 
@@ -100,14 +105,17 @@ class _NoticingGroups(TorchDispatchMode):
         if function.namespace.startswith("c10d"):
             group = _by_name(function, args).get("process_group")
             if group is not None:
-                ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-                self.asked.append(sorted(ranks))
+                self.note(dist.ProcessGroup.unbox(group))
         return function(*args, **(kwargs or {}))
+
+    def note(self, group: dist.ProcessGroup) -> None:
+        self.asked.append(sorted(dist.get_process_group_ranks(group)))
 
 
 @contextmanager
 def groups_noted() -> Iterator[list[list[int]]]:
     """Yields the ranks of each collective that is made inside the block, in order."""
     asked: list[list[int]] = []
-    with _NoticingGroups(asked):
+    mode = _NoticingGroups(asked)
+    with mode, methods_noticed(lambda _, given: mode.note(given["self"])):
         yield asked

@@ -339,6 +339,7 @@ def _with_nothing(found: Verdict, said: Sequence[_Said], place: int) -> Verdict:
 def _is_consequence(failure: dict[str, str]) -> bool:
     """Whether a rank failed because another was gone: what that one said is the cause."""
     lost = r"Connection (closed|reset)|Connection refused|Broken pipe|gloo.*(closed|reset)"
+    lost += r"|of the group has (ended|gone|given up)"  # over shared memory
     is_told = failure["failed"] in (verdict.RAISED, verdict.DEFECT)
     return is_told and bool(re.search(lost, failure["text"]))
 

@@ -108,29 +108,29 @@ FAULTS = (
     Fault(
         "batch-in-another-order",
         _PP + "p2p_communication.py",
-        'order = ["send_prev", "recv_prev", "send_next", "recv_next"]',
-        'order = ["send_next", "recv_prev", "send_prev", "recv_next"]',
+        'order = ("send_prev", "recv_prev", "send_next", "recv_next")',
+        'order = ("send_next", "recv_prev", "send_prev", "recv_next")',
         "A batch lists its messages in another order than plan and Megatron.",
     ),
     Fault(
         "empty-batch-is-started",
         _PP + "p2p_communication.py",
-        "                if messages:  # NCCL refuses an empty batch\n",
-        "                if True:\n",
+        "        if not messages:  # NCCL refuses an empty batch\n            return []\n",
+        "",
         "An exchange with nothing in it starts a batch of no messages, which NCCL refuses.",
     ),
     Fault(
         "odd-stages-swap-half",
         _PP + "p2p_communication.py",
-        'order = ["recv_prev", "send_next", "recv_next", "send_prev"]',
-        'order = ["recv_prev", "send_next", "send_prev", "recv_next"]',
+        'order = ("recv_prev", "send_next", "recv_next", "send_prev")',
+        'order = ("recv_prev", "send_next", "send_prev", "recv_next")',
         "Odd stages receive activations first, but gradients last; a ring of two then stands still.",
     ),
     Fault(
         "gradient-to-the-next-stage",
         _PP + "p2p_communication.py",
-        "before, after = self.prev_rank, self.next_rank",
-        "before, after = self.next_rank, self.next_rank",
+        'peer = self.next_rank if name in ("send_next", "recv_next") else self.prev_rank',
+        "peer = self.next_rank",
         "Whatever a stage exchanges, its partner is the next stage. So a stage waits for its input "
         "from the stage after it, which waits in the same way: the ranks wait for each other for "
         "ever, before there is any gradient.",
@@ -138,9 +138,9 @@ FAULTS = (
     Fault(
         "freed-while-being-sent",
         _PP + "p2p_communication.py",
-        "            tensor = message.tensor.detach().contiguous()\n",
-        "            tensor = message.tensor\n",
-        "The message shares the output that is freed next; a slow transport sends one element.",
+        "ready.append(message._replace(tensor=message.tensor.detach().contiguous()))",
+        "ready.append(message)",
+        "The message shares the output that is freed next; one that is slow to leave has one element.",
     ),
     Fault(
         "input-without-gradient",
@@ -166,9 +166,9 @@ FAULTS = (
     ),
     Fault(
         "peer-in-the-world",
-        _PP + "transport.py",
-        "return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)",
-        "return dist.isend(tensor, dst=message.peer, group=group, tag=tag)",
+        _PP + "p2p_communication.py",
+        "return dist.isend(message.tensor, group=group, group_dst=message.peer, tag=tag)",
+        "return dist.isend(message.tensor, dst=message.peer, group=group, tag=tag)",
         "A stage's number is taken for a rank: right only where the pipeline is the whole world.",
     ),
     # -- One microbatch --
@@ -284,8 +284,8 @@ FAULTS = (
     Fault(
         "only-members-make-groups",
         "core/parallel_state.py",
-        "        group = dist.new_group(",
-        "        group = None if me not in ranks else dist.new_group(",
+        "        group = dist.new_group(\n",
+        "        group = None if me not in ranks else dist.new_group(\n",
         "Making a group is collective over the world: those who skip leave the others waiting.",
     ),
     Fault(

@@ -44,9 +44,9 @@ FAULTS_AROUND_A_STEP = (
     ),
     Fault(
         "evaluation-of-one-copy-alone",
-        "core/local_host/local_collectives.py",
-        "    for group in others:\n",
-        "    for group in ():\n",
+        "core/collectives.py",
+        "    for group in (*groups, *others):\n",
+        "    for group in groups:\n",
         "A loss that is averaged over the copies of the model is averaged with what a failed "
         "evaluation of another copy has left.",
     ),
@@ -67,7 +67,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "sends-that-never-wait",
         _PP + "p2p_communication.py",
-        "while len(unfinished) >= limits.get((payload, chunk), least):",
+        "while len(unfinished) >= self.send_limit:",
         "while False:",
         "In a forward-only step nothing holds the first stage back, and its messages pile up.",
     ),
@@ -89,7 +89,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "bucket-launched-while-a-gradient-is-owed",
         _DDP + "param_and_grad_buffer.py",
-        "return is_due and not self._owed()",
+        "return is_due and not (WeightGradStore.any_made and self._owed())",
         "return is_due",
         "The sum over ranks starts before the output layer's weight gradient is in its bucket.",
     ),

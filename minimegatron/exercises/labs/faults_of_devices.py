@@ -22,7 +22,7 @@ FAULTS_OF_DEVICES = (
     ),
     Fault(
         "count-of-steps-on-the-cpu",
-        "core/optimizer/optimizer.py",
+        "core/optimizer/optimizer_state.py",
         'main_param.device if device_is_asynchronous() else "cpu"',
         '"cpu"',
         "On a GPU, the first update after a checkpoint was loaded reads the CPU's memory in a kernel.",

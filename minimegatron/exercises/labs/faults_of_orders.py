@@ -50,8 +50,8 @@ FAULTS_OF_ORDERS = (
     Fault(
         "asked-for-sizes-too-early",
         _PP + "planned_schedule.py",
-        "    return TAGGED if is_tagged and not sends_shapes(config) else UNTAGGED\n",
-        "    return TAGGED if is_tagged else UNTAGGED\n",
+        "    return TAGGED if has_tags and not sends_shapes(config) else UNTAGGED\n",
+        "    return TAGGED if has_tags else UNTAGGED\n",
         "With lengths that vary, a receive waits for the sizes of a tensor that its sender can make "
         "only after this rank has gone on.",
     ),

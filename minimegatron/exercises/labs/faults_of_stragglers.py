@@ -5,7 +5,8 @@ Megatron has no counterpart.
 
 from minimegatron.exercises.labs.fault import Fault
 
-_DETECTOR, _WORDS = "core/straggler_detector.py", "core/straggler_words.py"
+_DETECTOR, _TIMES = "core/straggler_detector.py", "core/straggler_times.py"
+_WORDS = "core/straggler_words.py"
 
 FAULTS_OF_STRAGGLERS = (
     Fault(
@@ -34,7 +35,7 @@ FAULTS_OF_STRAGGLERS = (
     ),
     Fault(
         "straggler-adds-up-reports",
-        _DETECTOR,
+        _TIMES,
         "        self.reset()\n        return 1000.0",
         "        return 1000.0",
         "Each report contains the steps of the ones before. Times grow from report to report, and "

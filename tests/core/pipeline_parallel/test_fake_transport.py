@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, TensorMessage
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    ACTIVATION,
+    GRADIENT,
+    TensorMessage,
+)
 from tests.fake_streams import PAIRS, TOGETHER
 from tests.fake_transport import Deadlock, FakeTransport, Leftover, Network, Race
 

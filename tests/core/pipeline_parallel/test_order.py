@@ -237,12 +237,15 @@ def test_computing_without_waiting_for_the_message_is_noticed(monkeypatch, batch
 
 def test_freeing_before_the_send_is_done_is_noticed(monkeypatch):
     """Without the communicator's own view, nobody holds the memory of a freed output."""
-    prepared = P2PCommunicator._prepared
-    monkeypatch.setattr(
-        P2PCommunicator,
-        "_prepared",
-        lambda self, message: message if message.is_send else prepared(self, message),
-    )
+    make_handle = P2PCommunicator._handle
+
+    def without_view(self, message, *arguments):
+        handle = make_handle(self, message, *arguments)
+        if message.is_send:
+            handle.message = handle.message._replace(tensor=None)
+        return handle
+
+    monkeypatch.setattr(P2PCommunicator, "_handle", without_view)
     with pytest.raises(Race, match=r"rank 0: nothing says which comes first: .*memory is freed"):
         run_case(Case(4, 8, 2, 4, batched=False, overlap=True, deallocate=True))
 

@@ -1,7 +1,7 @@
 """The schedules over real gloo ranks: losses and every gradient equal those of one process.
 
-Stages are plain torch layers, so that only the schedule, the communicator and the transport are
-under test. GPT, with every other kind of parallelism, follows in tests/test_parity.py. Here every two
+Stages are plain torch layers, so that only the schedule, the communicator and the group are under
+test. GPT, with every other kind of parallelism, follows in tests/test_parity.py. Here every two
 options meet; test_order.py has all combinations, over a strict fake transport.
 """
 
@@ -14,11 +14,10 @@ import torch
 
 from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.local_transport import LocalTransport
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from minimegatron.core.pipeline_parallel.transport import TorchTransport
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from tests.core.pipeline_parallel.test_order import legal_groups
+from tests.core.wire_kinds import GLOO, group_over
 from tests.covering import Rule, Space, covering_array
 from tests.figures import figure
 from tests.ranks import has_shared_memory, run_ranks
@@ -82,7 +81,17 @@ def reference(
     return losses, gradients
 
 
-def run_mode(p: int, M: int, v: int | None, G: int | None, mode: str) -> tuple[int, list[str]]:
+def groups_of_runs() -> dict[bool, ProcessGroupCollection]:
+    """By whether the pipeline's group is one over gloo itself."""
+    usual, over_gloo = (ProcessGroupCollection.use_mpu_process_groups() for _ in range(2))
+    assert usual.pp.name() == "shm" and (usual.pp.mesh is not None) == has_shared_memory()
+    over_gloo.pp = group_over(GLOO)
+    return {False: usual, True: over_gloo}
+
+
+def run_mode(
+    groups: ProcessGroupCollection, p: int, M: int, v: int | None, G: int | None, mode: str
+) -> tuple[int, list[str]]:
     """One configuration on this rank. Returns how many gradients were compared, and what differed."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     lengths = (SEQ, SEQ - 2) if "variable" in mode else (SEQ,)
@@ -101,11 +110,6 @@ def run_mode(p: int, M: int, v: int | None, G: int | None, mode: str) -> tuple[i
     chunks = [Stage(chunk * p + rank, config) for chunk in range(v or 1)]
     data = batches(M, lengths)
     forward_only = "forward-only" in mode
-    group = parallel_state.get_pipeline_model_parallel_group()
-    transport = TorchTransport(group) if "gloo" in mode else None
-    p2p = P2PCommunicator(group, config, transport)
-    is_over_gloo = "gloo" in mode or not has_shared_memory()
-    assert isinstance(p2p.transport, TorchTransport if is_over_gloo else LocalTransport)
     with torch.no_grad() if forward_only else nullcontext():
         reports = get_forward_backward_func()(
             forward_step_func=forward_step_func,
@@ -115,7 +119,7 @@ def run_mode(p: int, M: int, v: int | None, G: int | None, mode: str) -> tuple[i
             seq_length=SEQ,
             micro_batch_size=BATCH,
             forward_only=forward_only,
-            p2p_communicator=p2p,
+            pg_collection=groups,
         )
     losses, gradients = reference(p * (v or 1), M, lengths)
     case, problems, compared = f"p={p} M={M} v={v} G={G} {mode}", [], 0
@@ -194,8 +198,9 @@ def run_configs(p: int, configs: list[Config]) -> tuple[int, list[str]]:
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=p, virtual_pipeline_model_parallel_size=v
         )
+        groups = groups_of_runs()
         for _, M, G, mode in of_v:
-            number, found = run_mode(p, M, v, G, mode)
+            number, found = run_mode(groups["gloo" in mode], p, M, v, G, mode)
             compared, problems = compared + number, problems + found
         parallel_state.destroy_model_parallel()
     return compared, problems

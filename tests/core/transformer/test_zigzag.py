@@ -141,8 +141,8 @@ def test_a_whole_batch_is_refused():
 def test_ranks_that_share_sequences_read_the_same_samples(monkeypatch):
     """The sampler of a rank is told its place among copies of the model."""
     places = {"dp": (1, 2), "dp_cp": (3, 4), "tp": (0, 1)}
-    monkeypatch.setattr(parallel_state, "_rank", lambda kind: places[kind][0])
-    monkeypatch.setattr(parallel_state, "_size", lambda kind: places[kind][1])
+    monkeypatch.setattr(parallel_state, "rank_of", lambda kind: places[kind][0])
+    monkeypatch.setattr(parallel_state, "size_of", lambda kind: places[kind][1])
     args = mock.MagicMock(train_iters=1, eval_iters=0)
     state = mock.MagicMock(iteration=0, do_train=0, do_valid=0, do_test=0)
     told = {}

@@ -15,8 +15,7 @@ NCCL, messages have no tags: the n-th send from one stage to another meets the n
     self.curr_rank_in_pg   this stage's number       self.world_size   the number of stages
 """
 
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.p2p_communication import Message, Work
+from minimegatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator, Work
 
 
 def _start(self: P2PCommunicator, parts: dict[str, Message]) -> dict[str, Work]:

@@ -208,10 +208,30 @@ def _nothing_of(function: Callable) -> Callable:
     return nothing
 
 
-def _check_waited_for(begun: Sequence[tuple[str, Any]]) -> None:
-    """Raises Wrong for a handle whose wait() was not called: gloo counts no other as completed."""
+class _Handle:
+    """The handle of a message; it knows whether somebody has waited for the message."""
+
+    is_waited_for = False
+
+    def __init__(self, work: Any):
+        self._work = work
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_waited_for = True
+        return self._work.wait(*args, **kwargs)
+
+    def is_completed(self) -> bool:
+        self.is_waited_for |= self._work.is_completed()
+        return self.is_waited_for
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _check_waited_for(begun: Sequence[tuple[str, _Handle]]) -> None:
+    """Raises Wrong for a handle whose wait() was not called, whether the message has come or not."""
     for name, handle in begun:
-        if isinstance(handle, Done) or handle.is_completed():
+        if handle.is_waited_for:
             continue
         when = (
             "Until it has come, the tensor holds what was in its memory before: wait for it before you "
@@ -240,7 +260,8 @@ def _looking(
         peer = given.get({**RECEIVES, **SENDS}.get(name, ""))
         look(name, -1 if peer is None else peer, given.get("tensor"))
         found = function(*args, **kwargs)
-        if name in ("isend", "irecv") and found is not None:
+        if name in ("isend", "irecv") and found is not None and not isinstance(found, Done):
+            found = _Handle(found)
             begun.append((name, found))
         return found
 

@@ -1,0 +1,150 @@
+"""What an optimizer keeps beside the weights: its moments and counts, in memory and in a checkpoint.
+
+Megatron has this in `megatron.core.optimizer.optimizer`, in each class there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
+from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
+from minimegatron.core.utils import device_is_asynchronous
+
+
+class OptimizerState:
+    """The part of `MegatronOptimizer` that looks at, saves and loads what the update rule keeps."""
+
+    config: OptimizerConfig
+    optimizer: torch.optim.Optimizer
+    grad_scaler: MegatronGradScaler | None
+    shards: list[Any]
+    """Each a `ParamShard`."""
+
+    @property
+    def chained_optimizers(self) -> "list[OptimizerState]":
+        """This one alone. Megatron has one for dense parameters and one for the experts'."""
+        return [self]
+
+    @property
+    def is_stub_optimizer(self) -> bool:
+        """Whether this rank has nothing to train."""
+        return not self.shards
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """What the update rule keeps of each main parameter, such as its moments; torch's own."""
+        return self.optimizer.state
+
+    # -- Of each parameter, and in a checkpoint --
+
+    def initialize_state(self) -> None:
+        """Gives every parameter the moments it would have before its first step: zeros."""
+        if self.config.optimizer == "adam":
+            moments = ["exp_avg", "exp_avg_sq"]
+        else:
+            moments = ["momentum_buffer"] if self.config.sgd_momentum > 0.0 else []
+        for main_param in self.get_parameters():
+            state = self.optimizer.state[main_param]
+            if state or not moments:
+                continue
+            for moment in moments:
+                state[moment] = torch.zeros_like(main_param)
+            if self.config.optimizer == "adam":
+                # The fused kernel reads it where the parameter is; the others count on the CPU.
+                place = main_param.device if device_is_asynchronous() else "cpu"
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device=place)
+
+    def parameter_state(self, shard: Any) -> dict[str, torch.Tensor]:
+        """Everything kept per element, by name: "param" (the main parameter), "exp_avg", ...
+
+        These are the tensors themselves: writing into them changes the optimizer. A checkpoint
+        that is to be cut differently later takes them with `shard.name`, `start` and `end`.
+        """
+        moments = self.optimizer.state[shard.main_param]
+        tensors = {k: v for k, v in moments.items() if k != "step" and v is not None}
+        return {"param": shard.main_param, **tensors}
+
+    def get_step(self) -> int:
+        """Updates made so far, as Adam's bias correction counts them."""
+        return max(self.get_steps().values(), default=0)
+
+    def get_steps(self) -> dict[str, int]:
+        """The same of each parameter, by `shard.name`: fewer for one that was without a gradient."""
+        states = {shard.name: self.optimizer.state[shard.main_param] for shard in self.shards}
+        return {name: int(state["step"]) for name, state in states.items() if "step" in state}
+
+    def set_step(self, step: int, steps: Mapping[str, int] | None = None) -> None:
+        """Overwrites what `get_step` returns; `steps` has those of single parameters, by `shard.name`.
+
+        After `initialize_state`.
+        """
+        for shard in self.shards:
+            state = self.optimizer.state[shard.main_param]
+            if "step" in state:
+                state["step"].fill_((steps or {}).get(shard.name, step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and tensors only, for this rank's part at this layout.
+
+        `state[name]` holds `start`, `end` and the tensors of `parameter_state`.
+        """
+        self.initialize_state()
+        result: dict[str, Any] = {
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.param_groups
+            ],
+            "step": self.get_step(),
+            "steps": self.get_steps(),
+            "state": {
+                shard.name: {"start": shard.start, "end": shard.end, **self.parameter_state(shard)}
+                for shard in self.shards
+            },
+        }
+        if self.grad_scaler is not None:
+            result["grad_scaler"] = self.grad_scaler.state_dict()
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave on the same rank of the same layout.
+
+        Raises ValueError, before anything is changed, where a parameter, a range or a tensor is
+        missing or too many: moments that are silently dropped cost a run.
+        """
+        self.initialize_state()
+        self._check_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        for shard in self.shards:
+            saved = state_dict["state"][shard.name]
+            for key, tensor in self.parameter_state(shard).items():
+                tensor.copy_(saved[key])
+        self.set_step(state_dict["step"], state_dict["steps"])
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        here = {
+            shard.name: {(shard.start, shard.end), *self.parameter_state(shard)}
+            for shard in self.shards
+        }
+        there = {
+            name: {(saved["start"], saved["end"]), *(saved.keys() - {"start", "end"})}
+            for name, saved in state_dict["state"].items()
+        }
+        wrong = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+        if wrong:
+            name = wrong[0]
+            raise ValueError(
+                f"the optimizer state does not fit for {len(wrong)} of {len(here)} parameters; "
+                f"{name} has {here.get(name, 'no place')} here but {there.get(name, 'nothing')} in "
+                "the checkpoint; load at the same layout, or through a re-sharding checkpoint"
+            )
+        if (self.grad_scaler is not None) != ("grad_scaler" in state_dict):
+            raise ValueError(
+                "the loss scale's state is in only one of optimizer and checkpoint; "
+                "use the same fp16 / bf16 / loss_scale settings"
+            )
