@@ -33,6 +33,7 @@ LAYERS = [
         "core.enums",
         "core.json_text",
         "core.knobs",
+        "core.missing_groups",
         "core.network",
         "core.num_microbatches_calculator",
         "core.nvtx_ranges",
