@@ -50,7 +50,7 @@ LAYERS = [
         "exercises",
     },
     {"core.pipeline_parallel.orders"},
-    {"core.pipeline_parallel.order_check"},
+    {"core.pipeline_parallel.order_check", "core.schedule_of_config"},
     {"core.pipeline_parallel.lowering"},
     {"core.pipeline_parallel.send_limits"},
     {"core.model_parallel_config", "core.recorded_graph"},
