@@ -155,13 +155,12 @@ test-full: $(VENV)/.installed-conformance chromium
 	$(BIN)/python -m tests.full $(SPREAD)
 
 # What macOS has: `tests.ranks` lets ranks find no shared memory, and gloo carries all they exchange.
-# Left out are the tests of shared memory itself.
+# Tests of shared memory itself are skipped.
 test-gloo: export MINIMEGATRON_TESTS_WITHOUT_SHARED_MEMORY = 1
 test-gloo: $(VENV)/.installed-conformance
 	$(BIN)/python -m pytest -v $(SPREAD) -m 'processes and (full or not full)' \
 	  tests/test_execution.py tests/test_failed_step.py tests/test_layout_parity.py tests/test_parity.py \
-	  tests/conformance tests/convert tests/core tests/trace tests/training \
-	  --ignore-glob '*/test_local_*.py'
+	  tests/conformance tests/convert tests/core tests/trace tests/training
 
 # Every test that starts processes, STRESS_TIMES times, beside STRESS_BUSY processes that compute all the
 # time, STRESS_WORKERS runs of pytest at once, each with STRESS_TOGETHER files of tests. The log is

@@ -58,7 +58,7 @@ LONGEST = (
     "backend/test_handles",
     "backend/test_same_as_gloo",
     "backend/test_wrong_calls",
-    "core/test_local_channels",
+    "core/pipeline_parallel/test_message_limits",
     "backend/test_for_anybody",
     "test_plain_runs",
     "exercises/test_grading",

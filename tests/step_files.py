@@ -34,6 +34,9 @@ NOT_PLUMBING = (
 """What computes, and what the user writes. The rest lies between the schedule and the wire."""
 MOST_PLUMBING, MOST_FILES = 7, 25
 NUM_STEPS = 4
+WAY = ["exchange", "start", "send", "send", "send"]
+"""From what the schedule calls: two functions of the communicator, then `torch.distributed`; behind
+that door one function each of the group, its mesh and a connection."""
 
 
 def watch_a_step() -> tuple[dict[str, int], list[list[str]]]:
@@ -70,12 +73,16 @@ def _watch_one_step(gpt: TinyGPT, schedule: Callable) -> tuple[dict[str, int], l
 
 
 def _way_from_schedule(frame: FrameType | None) -> list[str]:
-    """The functions that a message passes, from the one that the schedule calls; [] for others."""
+    """The package's functions that a message passes, from the one that the schedule calls.
+
+    [] for messages that come from elsewhere.
+    """
     way: list[str] = []
     while frame is not None:
-        if frame.f_code.co_filename.endswith("pipeline_parallel/schedules.py"):
+        file = frame.f_code.co_filename
+        if file.endswith("pipeline_parallel/schedules.py"):
             return way[::-1]
-        if not frame.f_code.co_filename.endswith(DECORATORS):
+        if file.startswith(PACKAGE) and not file.endswith(DECORATORS):
             way.append(frame.f_code.co_name)
         frame = frame.f_back
     return []

@@ -35,7 +35,8 @@ STEPS = ("pytest", "tests/core/pipeline_parallel/test_steps.py")
 GROUPS = ("pytest", "tests/core/test_rank_generator.py")
 SKIPS = ("pytest", "tests/core/optimizer", "-k", "skip")
 PLACEMENT = ("pytest", "tests/core/transformer/test_layer_placement.py")
-TRANSPORT = ("pytest", "tests/core/pipeline_parallel/test_transport.py")
+MESSAGES = ("pytest", "tests/core/pipeline_parallel/test_messages.py", "-k")
+MESSAGE_LIMITS = ("pytest", "tests/core/pipeline_parallel/test_message_limits.py", "-k")
 DDP = ("pytest", "tests/core/distributed/test_distributed_data_parallel.py", "-k")
 ZERO = ("tests.probes", '{"pp": 2, "dp": 2, "M": 2, "dist_opt": true}')
 MADE_BY_ALL = ("pytest", "tests/core/test_parallel_state.py", "-k", "also_those_of_others")
@@ -53,7 +54,8 @@ OWED = ("pytest", "tests/core/distributed/test_owed_gradients.py", "-k")
 PP_DEFER = ("tests.probes", '{"pp": 2, "M": 2, "llama": true, "defer_embedding": true}')
 
 FRAME = ("pytest", "tests/core/pipeline_parallel/test_step_frame.py", "-k")
-CHANNELS = ("pytest", "tests/core/test_local_channels.py", "-k")
+CHANNELS = ("pytest", "tests/backend/test_channels.py", "-k")
+HANDSHAKE = ("pytest", "tests/backend/test_handshake.py", "-k")
 FAILED_STEP = ("pytest", "tests/test_failed_step.py", "-k")
 
 LOWERING = ("pytest", "tests/core/pipeline_parallel/test_lowering.py", "-k")
@@ -89,7 +91,10 @@ CAUGHT_BY = {
     "input-without-gradient": (ORDER, r"requires_grad|retain_grad|grad|Deadlock"),
     "full-sequence-buffer": (SP_PP, r"bytes came where|shape"),
     "received-in-another-dtype": (PP, r"dtype|bytes came where"),
-    "peer-in-the-world": (TRANSPORT, r"not part of group|rank|peer"),
+    "peer-in-the-world": (
+        MESSAGES + ("of_the_world and lone and shared",),
+        r"not part of group|rank|peer",
+    ),
     "report-changed-in-place": (STEPS, r"shares_storage"),
     "remainder-of-layers-dropped": (PLACEMENT, r"DID NOT RAISE"),
     "only-members-make-groups": (MADE_BY_ALL, r"rank 1 and rank 0 differ"),
@@ -141,9 +146,9 @@ CAUGHT_BY = {
     "evaluation-of-one-copy-alone": (FAILED_STEP + ("copies[dp]",), r"after layer|raised nothing"),
     "hooks-that-keep-the-wrapper": (DDP + ("nobody_has",), r"assert \[\[False"),
     "failure-kept-secret": (CHANNELS + ("is_told_why",), r"sent nothing within 2 s"),
-    "sends-that-never-wait": (CHANNELS + ("channel_is_full",), r"assert \d+ <= 2"),
-    "every-message-lent": (CHANNELS + ("no_shared_memory",), r"assert \d+ <= "),
-    "anybody-may-call": (CHANNELS + ("of_another_user_is_turned",), r"assert|DID NOT WARN"),
+    "sends-that-never-wait": (MESSAGE_LIMITS + ("channel_is_full and shared",), r"assert \d+ <= 2"),
+    "every-message-lent": (MESSAGE_LIMITS + ("no_shared_memory",), r"assert \d+ <= "),
+    "anybody-may-call": (HANDSHAKE + ("of_another_user_is_turned",), r"assert|DID NOT WARN"),
     "overflow-seen-by-one-rank": (SKIPS, r"skip"),
     "received-as-early-as-possible": (
         LOWERING + ("3-v-lone",),

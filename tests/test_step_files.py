@@ -2,7 +2,7 @@
 
 from tests.figures import figure
 from tests.ranks import has_shared_memory, run_ranks
-from tests.step_files import MOST_FILES, MOST_PLUMBING, plumbing, to_read, watch_a_step
+from tests.step_files import MOST_FILES, MOST_PLUMBING, WAY, plumbing, to_read, watch_a_step
 
 
 def test_a_step_enters_few_files_and_a_message_takes_the_short_way():
@@ -16,4 +16,4 @@ def test_a_step_enters_few_files_and_a_message_takes_the_short_way():
     ways = [way for _, of_rank in ranks for way in of_rank]
     assert len(ways) == 8  # four activations, four gradients
     for way in ways:
-        assert way[1:] == ["exchange", "send"] and way[0].startswith(("send_", "recv_")), way
+        assert way[1:] == WAY and way[0].startswith(("send_", "recv_")), way

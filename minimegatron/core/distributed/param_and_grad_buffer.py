@@ -315,7 +315,7 @@ class _ParamAndGradBucketGroup:
         for us: to launch now would hide the fault, and to wait on other buckets would hang. With or
         without overlap, raises RuntimeError for weight gradients that are owed.
         """
-        if self._owed():
+        if WeightGradStore.any_made and self._owed():
             raise RuntimeError(
                 f"rank {dist.get_rank()}: weight gradients of {first_few(self._owed())} are still "
                 "owed, and the sum would lack them; call backward_dw() of the model once for each "

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.model_parallel_config import other_num_stages
 from minimegatron.core.process_groups_config import (
     ProcessGroupCollection,
     num_stages_of,
     stage_of,
 )
+from minimegatron.core.schedule_of_config import other_num_stages
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from minimegatron.core.tensor_parallel.recompute import checkpoint
 from minimegatron.core.transformer.layer_placement import (

@@ -16,6 +16,7 @@ from minimegatron.core.pipeline_parallel.p2p_communication import (
     communicator_of,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from tests.backend.shm_groups import needs_shared_memory
 from tests.core.wire_kinds import (
     SHARED,
     begin,
@@ -172,6 +173,7 @@ def expect_another_size(kind: str) -> str:
     return str(error.value)
 
 
+@needs_shared_memory
 def test_shapes_that_do_not_agree_are_told():
     first, second = run_over(SHARED, expect_another_size, 2)
     for words in (first, second):
@@ -200,6 +202,7 @@ def neighbour_leaves(kind: str, num_left_unread: int) -> str:
     return str(error.value)
 
 
+@needs_shared_memory
 @pytest.mark.parametrize("num_left_unread", [0, 1])
 def test_a_neighbour_that_has_gone_is_noticed(num_left_unread):
     words, _ = run_over(SHARED, neighbour_leaves, 2, num_left_unread)
@@ -249,6 +252,7 @@ def start_after_the_peer_has_left(kind: str) -> str:
     return said
 
 
+@needs_shared_memory
 def test_a_message_that_cannot_be_started_names_both_stages():
     said, _ = run_over(SHARED, start_after_the_peer_has_left, 2)
     assert said.startswith("stage 0 lost stage 1 while starting a message (activation): "), said
