@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
@@ -209,4 +210,8 @@ class FakeCommunicator(P2PCommunicator):
         return self.transport.start(message)
 
     def start_batch(self, messages: list[TensorMessage]) -> list[Handle]:
-        return self.transport.start_batch(messages) if messages else []
+        with mock.patch.object(dist, "batch_isend_irecv", self.transport.start_batch):
+            return super().start_batch(messages)
+
+    def _operation(self, message: TensorMessage) -> TensorMessage:
+        return message
