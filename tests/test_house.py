@@ -148,7 +148,8 @@ MAY_ASK_PARALLEL_STATE = re.compile(
 """The edges of the package; everything between them is given its process groups."""
 
 MAY_READ_ENVIRONMENT = re.compile(
-    r"minimegatron\.(launching\.launcher|training\.(arguments|initialize|failures|rendezvous)"
+    r"minimegatron\.(launching\.launcher"
+    r"|training\.(arguments|failures|initialize|process_group|rendezvous)"
     r"|exercises\.(check|check\.torchrun|grading\.cells))"
 )
 """Before arguments are parsed, or instead of parsing them."""
