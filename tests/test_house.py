@@ -148,11 +148,11 @@ MAY_ASK_PARALLEL_STATE = re.compile(
 """The edges of the package; everything between them is given its process groups."""
 
 MAY_READ_ENVIRONMENT = re.compile(
-    r"minimegatron\.(launching\.launcher"
+    r"minimegatron\.(launching\.launcher|backend\.gloo_inside"
     r"|training\.(arguments|failures|initialize|process_group|rendezvous)"
     r"|exercises\.(check|check\.torchrun|grading\.cells))"
 )
-"""Before arguments are parsed, or instead of parsing them."""
+"""Before arguments are parsed, or instead of parsing them; and what torch's own backends read there."""
 
 
 # -- Reading the source --

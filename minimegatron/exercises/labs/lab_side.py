@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.tracing import Call, call_traced, observed_by
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.bench.cases import Wrong
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step_judge import Reference
-from minimegatron.exercises.bench.meeting import meet
 from minimegatron.exercises.labs.lab_job import LabJob
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.plain_data import to_line

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.exercises.bench import noting
-from minimegatron.exercises.bench.meeting import meet
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.room.room import Job, Room
 
 STACK = ".stack"

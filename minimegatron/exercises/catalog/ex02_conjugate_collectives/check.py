@@ -15,11 +15,11 @@ from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowPa
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.mlp import MLP, MLPSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.bench.counted_collectives import CountedCollective
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step import Seat, StepCase, make_groups, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
-from minimegatron.exercises.bench.meeting import meet
 from minimegatron.exercises.bench.replacing import withheld
 from minimegatron.exercises.bench.sent_bytes import BY_TORCH, all_sent_counted
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed

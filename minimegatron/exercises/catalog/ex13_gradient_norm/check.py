@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.bench.feedback_numbers import check_numbers, told_apart
 from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
-from minimegatron.exercises.bench.meeting import meet
 from minimegatron.exercises.bench.sent_bytes import SentTensors, all_sent_counted
 from minimegatron.exercises.catalog.ex13_gradient_norm.differences import (
     Squares,

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.bench.counted_collectives import Counter
 from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
-from minimegatron.exercises.bench.meeting import meet
 from minimegatron.exercises.bench.sent_bytes import all_sent_counted
 from minimegatron.exercises.catalog.ex20_all_to_all.data import (
     HIDDEN,
