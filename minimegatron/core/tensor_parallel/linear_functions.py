@@ -9,7 +9,7 @@ import torch
 
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.tensor_parallel.layers import linear
+from minimegatron.core.tensor_parallel import layers
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
 
@@ -43,7 +43,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     if grad_output_buffer is not None:
         limit = wgrad_deferral_limit
         store = WeightGradStore(None, grad_output_buffer, limit=limit, until_drained=True)
-    return linear(input, weight, bias, allreduce_dgrad, sequence_parallel, store, tp_group)
+    return layers.linear(input, weight, bias, allreduce_dgrad, sequence_parallel, store, tp_group)
 
 
 def drain_embedding_wgrad_compute(

@@ -36,7 +36,7 @@ WITHHELD = (
     f"{_OURS}mappings._reduce",
     f"{_OURS}layers.ColumnParallelLinear.forward",
     f"{_OURS}layers.RowParallelLinear.forward",
-    f"{_OURS}layers._linear",
+    f"{_OURS}layers.linear",
 )
 """What a solution could hand all its work to. The rest of a GPT needs it."""
 SEQ, BATCH, HIDDEN = 3, 2, 4
