@@ -50,6 +50,20 @@ def ways_to_wire(calls: Calls, name: str) -> Iterator[Calls]:
             yield calls_within[: sends[0] + 1]
 
 
+def without(calls: Calls, name: str) -> list[Call]:
+    """The calls, but those of the function `name` and of what it calls."""
+    kept: list[Call] = []
+    depth = None
+    for call in calls:
+        if depth is not None and call.depth > depth:
+            continue
+        is_left_out = call.name == name or call.name.endswith(f".{name}")
+        depth = call.depth if is_left_out else None
+        if not is_left_out:
+            kept.append(call)
+    return kept
+
+
 def extents(calls: Calls, name: str) -> Iterator[Calls]:
     """Each call of a function, with all that is called until it returns."""
     for place in places(calls, name):

@@ -33,6 +33,7 @@ LAYERS = [
         "core.enums",
         "core.json_text",
         "core.knobs",
+        "core.missing_groups",
         "core.network",
         "core.num_microbatches_calculator",
         "core.nvtx_ranges",
@@ -49,7 +50,7 @@ LAYERS = [
         "exercises",
     },
     {"core.pipeline_parallel.orders"},
-    {"core.pipeline_parallel.order_check"},
+    {"core.pipeline_parallel.order_check", "core.schedule_of_config"},
     {"core.pipeline_parallel.lowering"},
     {"core.pipeline_parallel.send_limits"},
     {"core.model_parallel_config", "core.recorded_graph"},
@@ -147,10 +148,11 @@ MAY_ASK_PARALLEL_STATE = re.compile(
 """The edges of the package; everything between them is given its process groups."""
 
 MAY_READ_ENVIRONMENT = re.compile(
-    r"minimegatron\.(launching\.launcher|training\.(arguments|initialize|failures|rendezvous)"
+    r"minimegatron\.(launching\.launcher|backend\.gloo_inside"
+    r"|training\.(arguments|failures|initialize|process_group|rendezvous)"
     r"|exercises\.(check|check\.torchrun|grading\.cells))"
 )
-"""Before arguments are parsed, or instead of parsing them."""
+"""Before arguments are parsed, or instead of parsing them; and what torch's own backends read there."""
 
 
 # -- Reading the source --

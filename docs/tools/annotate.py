@@ -23,6 +23,8 @@ from functools import cached_property
 from pathlib import PurePath
 
 NOTE = re.compile(r"#\s*-- (?P<title>.+?) --\s*$")
+ANY_OTHER = "*"
+"""In place of a name: all that a module does not have itself."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class AnnotatedPage:
     aliases: dict[str, str] = field(hash=False, default_factory=dict)
     """Imported name -> what it stands for, dotted."""
     looked_up: dict[str, str] = field(hash=False, default_factory=dict)
-    """The same of names that the module looks up on first use (`exports.lazily`)."""
+    """The same of names that the module looks up on first use (`exports.lazily`); of `ANY_OTHER` the
+    module in which it looks all others up (`exports.all_of`)."""
     tree: ast.Module = field(hash=False, compare=False, default=None)
     """What `ast` makes of the source."""
 
@@ -301,9 +304,14 @@ def looked_up(tree: ast.Module) -> dict[str, str]:
             continue
         if isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name):
             constants[node.targets[0].id] = node.value.value
-        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "lazily":
-            table = eval(ast.unparse(node.value.args[1]), {}, dict(constants))
-            return {name: target.replace(":", ".") for name, target in table.items()}
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in (
+            "lazily",
+            "all_of",
+        ):
+            given = eval(ast.unparse(node.value.args[1]), {}, dict(constants))
+            if isinstance(given, str):
+                return {ANY_OTHER: given}
+            return {name: target.replace(":", ".") for name, target in given.items()}
     return {}
 
 

@@ -49,7 +49,7 @@ from minimegatron.planner.simulator import Costs, simulate
 from minimegatron.training import failures
 from minimegatron.training.argument_checks import check_batch, check_world
 from minimegatron.training.datasets.data_samplers import MegatronPretrainingSampler
-from minimegatron.training.initialize import BAD_ARGUMENTS
+from minimegatron.training.process_group import BAD_ARGUMENTS
 
 # -- Groups and refusals --
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from annotate import AnnotatedPage, Definition, annotate
+from annotate import ANY_OTHER, AnnotatedPage, Definition, annotate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +76,8 @@ class Package:
             return Place(page, symbol)
         head, _, rest = symbol.partition(".")
         target = page.aliases.get(head) or page.looked_up.get(head)
+        if target is None and ANY_OTHER in page.looked_up:
+            target = f"{page.looked_up[ANY_OTHER]}.{head}"
         if depth < 8 and target and target != dotted:
             return self.find(target + (f".{rest}" if rest else ""), depth + 1)
         return None

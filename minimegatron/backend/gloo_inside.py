@@ -10,6 +10,7 @@ Megatron has no counterpart.
 
 import atexit
 import ctypes
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from minimegatron.backend.waiting import reader
 Tensors = Sequence[torch.Tensor]
 Finish = Callable[[], None] | None
 _NUM_THREADS = 2
+"""For each interface, as torch's own group has."""
 LAST_SECONDS = 5.0
 """How long the end of the process waits for what gloo does."""
 SECONDS_TO_LEAVE = 0.25
@@ -37,10 +39,18 @@ SECONDS_TO_LEAVE = 0.25
 
 
 def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A gloo group that connects when it is first used: many groups never use theirs."""
+    """A gloo group that connects when it is first used: many groups never use theirs.
+
+    As torch's own, it uses the interfaces that `GLOO_SOCKET_IFNAME` names, or else the one that this
+    machine's name leads to.
+    """
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
-    options._threads, options._timeout = _NUM_THREADS, timeout
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        make = partial(dist.ProcessGroupGloo.create_device, lazy_init=True)
+        options._devices = [make(interface=name) for name in names.split(",")]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._threads, options._timeout = _NUM_THREADS * len(options._devices), timeout
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
 
 

@@ -26,7 +26,8 @@ def _make(options: Any, _: Any) -> SharedMemoryGroup | dist.ProcessGroupGloo:
 def why_not() -> str | None:
     """Why this torch cannot have a group that is written in Python; None if it can."""
     needs = [(dist.ProcessGroup, name) for name in ("_register_backend", "_set_default_backend")]
-    needs += [(dist.ProcessGroupGloo, name) for name in ("create_default_device", "_Options")]
+    names = ("create_default_device", "create_device", "_Options")
+    needs += [(dist.ProcessGroupGloo, name) for name in names]
     missing = [f"{cls.__name__}.{name}" for cls, name in needs if not hasattr(cls, name)]
     return f"torch {torch.__version__} has no {', '.join(missing)}" if missing else None
 

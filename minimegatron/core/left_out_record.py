@@ -135,7 +135,7 @@ def known_fields(
         ValueError: a name is unknown; a field that is left out has a value that is not taken.
     """
     ours = {*also, *(field.name for field in dataclasses.fields(config))}
-    left_out = fields_left_out(config)
+    left_out = _fields_left_out(config)
     for name, value in given.items():
         if name in ours:
             continue
@@ -147,7 +147,7 @@ def known_fields(
     return {name: value for name, value in given.items() if name in ours}
 
 
-def fields_left_out(config: type) -> dict[str, LeftOut]:
+def _fields_left_out(config: type) -> dict[str, LeftOut]:
     found: dict[str, LeftOut] = {}
     for base in reversed(config.__mro__):
         if name_of(base) in record():
@@ -160,7 +160,7 @@ def default_of_field(self: Any, name: str) -> Any:
 
     Raises AttributeError for a name that Megatron does not have either.
     """
-    about = fields_left_out(type(self)).get(name)
+    about = _fields_left_out(type(self)).get(name)
     if about is None or not about.values:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
     default = about.values[0]

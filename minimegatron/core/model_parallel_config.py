@@ -16,11 +16,9 @@ import torch
 
 from minimegatron.core import knobs
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.pipeline_parallel.orders import (
-    INTERLEAVED,
-    NO_PIPELINING,
-    get_schedule,
-    require_own_name,
+from minimegatron.core.schedule_of_config import (  # noqa: F401  `other_num_stages` was here
+    check_schedule,
+    other_num_stages,
 )
 
 knob = partial(knobs.knob, section="parallel")
@@ -35,15 +33,6 @@ def enter_hooks(config: Any, is_wanted: bool, hooks: dict[str, tuple[Callable, .
     for name, ours in hooks.items():
         others = tuple(func for func in getattr(config, name) if func not in ours)
         setattr(config, name, (*others, *ours[:1]) if is_wanted else others)
-
-
-def other_num_stages(config: "ModelParallelConfig", num_stages: int) -> ValueError:
-    """The error to raise where `config` is for another number of stages than the pipeline group has."""
-    return ValueError(
-        "the configuration says pipeline_model_parallel_size="
-        f"{config.pipeline_model_parallel_size}, but the pipeline group has {num_stages} ranks; "
-        "make them equal"
-    )
 
 
 @accepts_left_out
@@ -215,7 +204,7 @@ class ModelParallelConfig:
         if self.virtual_pipeline_model_parallel_size is not None:
             self._check_interleaving()
         if self.pipeline_schedule is not None:
-            self._check_schedule()
+            check_schedule(self)
 
     def _check_interleaving(self) -> None:
         p = self.pipeline_model_parallel_size
@@ -231,45 +220,4 @@ class ModelParallelConfig:
             raise ValueError(
                 f"microbatch_group_size_per_vp_stage={self.microbatch_group_size_per_vp_stage} is "
                 f"less than pipeline_model_parallel_size={p}; give {p} or more"
-            )
-
-    def _check_schedule(self) -> None:
-        name, p = self.pipeline_schedule, self.pipeline_model_parallel_size
-        v = self.virtual_pipeline_model_parallel_size
-        require_own_name(name)
-        schedule = get_schedule(name)
-        if schedule.order is None:
-            raise ValueError(
-                f"pipeline_schedule {name} names its own messages and has no placement to build a "
-                "model for; leave it out here and pass the name to get_forward_backward_func, or "
-                "register an order of work (register_order)"
-            )
-        if name == NO_PIPELINING and p > 1:
-            raise ValueError(
-                f"pipeline_schedule {name} runs on one stage, but pipeline_model_parallel_size is "
-                f"{p}; use 1 stage, or another schedule"
-            )
-        if name == INTERLEAVED and v is None:
-            raise ValueError(
-                f"pipeline_schedule {name} needs the number of chunks per stage; set "
-                "virtual_pipeline_model_parallel_size to 2 or more"
-            )
-        try:
-            placement = schedule.placed(p, v)
-        except ValueError as error:
-            raise ValueError(f"pipeline_schedule {name}: {error}") from None
-        if placement.num_copies > 1:
-            raise ValueError(
-                f"pipeline_schedule {name} places {placement.num_copies} copies of the model, which "
-                "can be planned but not trained; use another schedule"
-            )
-        if placement.pp_size != p:
-            raise ValueError(
-                f"pipeline_schedule {name} places the model on {placement.pp_size} ranks, but "
-                f"pipeline_model_parallel_size is {p}; change the size or its placement"
-            )
-        if placement.num_model_chunks != (v or 1):
-            raise ValueError(
-                f"pipeline_schedule {name} has {placement.num_model_chunks} chunks per stage; set "
-                f"virtual_pipeline_model_parallel_size={placement.num_model_chunks}, not {v}"
             )

@@ -24,7 +24,7 @@ from minimegatron.core.rerun.current import get_rerun_state_machine, set_rerun_s
 from minimegatron.core.rerun.data_iterator import RerunDataIterator, iterators_of  # noqa: F401
 from minimegatron.core.rerun.differences import relative_difference
 from minimegatron.core.rerun.injector import RerunErrorInjector
-from minimegatron.core.rerun.large_values import LargeValues
+from minimegatron.core.rerun.machine_state import MachineState
 from minimegatron.core.rerun.states import (  # noqa: F401  Megatron has them here
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
@@ -36,13 +36,13 @@ from minimegatron.core.rerun.states import (  # noqa: F401  Megatron has them he
     RerunValidationStatus,
 )
 from minimegatron.core.rerun.step_runs import StepRuns, is_run
-from minimegatron.core.rerun.tracker import ResultTracker, read_iterations_to_skip
+from minimegatron.core.rerun.tracker import ResultTracker
 from minimegatron.core.rerun.two_runs import TwoRuns
 from minimegatron.core.rerun.verdicts import ResultJudge, rank
 
 
 @accepts_left_out
-class RerunStateMachine(LargeValues):
+class RerunStateMachine(MachineState):
     """One per process; see `initialize_rerun_state_machine`.
 
     Args:
@@ -182,36 +182,6 @@ class RerunStateMachine(LargeValues):
             self.judge.judge_first(call, result, rejection_func, describe, is_judged)
         else:
             self.judge.judge_again(call, result, differs, tolerance, fatal, self.state)
-
-    # -- For a resumed run --
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """What this rank must know to run the step from a checkpoint; plain numbers and text.
-
-        None where no step is to be run again. Megatron's also takes iterators, whose microbatches it
-        does not use; here a resumed run reads them where the checkpoint says.
-        """
-        if EXITS.get(self.state, (False, False, 0))[2] != EXIT_CODE_RESUME_TO_DISAMBIGUATE:
-            return None
-        return {"mode": self.mode.value, "samples": self.samples(), **self.judge.state_dict()}
-
-    def validate_state_dict(self, state_dict: dict[str, Any] | None) -> bool:
-        """Whether a step is to be run again, by what a checkpoint says."""
-        return state_dict is not None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next step is the third run of one whose result was rejected. Not in mode `disabled`."""
-        if self.mode is RerunMode.DISABLED:
-            return
-        self.mode = RerunMode(state_dict["mode"])
-        self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
-        self.take_samples(state_dict["samples"])
-        self.judge.load_state_dict(state_dict)
-
-    @staticmethod
-    def get_skipped_iterations_from_tracker_file(tracker_file_name: str) -> list[int]:
-        """Iterations that failed twice on one rank; see `core.rerun.tracker`."""
-        return read_iterations_to_skip(tracker_file_name)
 
 
 # -- The machine of this process --

@@ -1,11 +1,10 @@
-"""Small helpers that know no layer: model wrappers, exact division, the device, groups, logging.
+"""Small helpers that know no layer: model wrappers, exact division, the device.
 
 Counterpart: `megatron.core.utils`, a few of its many; the device is ours: Megatron's tensors are on
 CUDA devices, and here every program also runs on a laptop.
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,15 +20,22 @@ __getattr__, __dir__ = lazily(
         "StragglerDetector": "minimegatron.core.straggler_detector:StragglerDetector",
         "configure_nvtx_profiling": "minimegatron.core.nvtx_ranges:configure_nvtx_profiling",
         "drain_embedding_wgrad_compute": (
-            "minimegatron.core.tensor_parallel.layers:drain_embedding_wgrad_compute"
+            "minimegatron.core.tensor_parallel.linear_functions:drain_embedding_wgrad_compute"
         ),
         "get_batch_on_this_cp_rank": "minimegatron.training.utils:get_batch_on_this_cp_rank",
         "get_tensor_model_parallel_group_if_none": (
             "minimegatron.core.tensor_parallel.utils:get_tensor_model_parallel_group_if_none"
         ),
+        "get_pg_rank": "minimegatron.core.missing_groups:get_pg_rank",
+        "get_pg_size": "minimegatron.core.missing_groups:get_pg_size",
+        "get_pg_src_rank": "minimegatron.core.missing_groups:get_pg_src_rank",
         "init_method_normal": (
             "minimegatron.core.transformer.transformer_config:init_method_normal"
         ),
+        "log_on_each_pipeline_stage": (
+            "minimegatron.core.missing_groups:log_on_each_pipeline_stage"
+        ),
+        "log_single_rank": "minimegatron.core.missing_groups:log_single_rank",
         "make_viewless_tensor": "minimegatron.core.tensor_parallel.utils:make_viewless_tensor",
         "nvtx_range_pop": "minimegatron.core.nvtx_ranges:nvtx_range_pop",
         "nvtx_range_push": "minimegatron.core.nvtx_ranges:nvtx_range_push",
@@ -186,26 +192,6 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     dist.barrier(group, device_ids=[get_device().index] if on_nccl else None)
 
 
-# -- Groups that may be missing --
-
-
-def get_pg_size(group: dist.ProcessGroup | None = None) -> int:
-    """Ranks in `group`; 1 without `torch.distributed` or without a group."""
-    return 1 if group is None or not dist.is_initialized() else group.size()
-
-
-def get_pg_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Our place in `group`; 0 without `torch.distributed` or without a group."""
-    return 0 if group is None or not dist.is_initialized() else group.rank()
-
-
-def get_pg_src_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Global rank of the first member of `group`; 0 without a group."""
-    if group is None or not dist.is_initialized():
-        return 0
-    return dist.get_process_group_ranks(group)[0]
-
-
 # -- Gradients --
 
 
@@ -238,27 +224,3 @@ def or_one(count: torch.Tensor) -> torch.Tensor:
     counts it is the same.
     """
     return count.masked_fill(count == 0, 1)
-
-
-# -- Logging --
-
-
-def log_single_rank(
-    logger: logging.Logger, level: int, message: str, *args: Any, rank: int = 0
-) -> None:
-    """Logs on one global rank only; without `torch.distributed`, always."""
-    if not dist.is_initialized() or dist.get_rank() == rank:
-        logger.log(level, message, *args)
-
-
-def log_on_each_pipeline_stage(
-    logger: logging.Logger,
-    level: int,
-    message: str,
-    *args: Any,
-    tp_group: dist.ProcessGroup | None,
-    dp_cp_group: dist.ProcessGroup | None,
-) -> None:
-    """Logs on one rank of every stage: the first of its tensor and data groups."""
-    if get_pg_rank(tp_group) == 0 and get_pg_rank(dp_cp_group) == 0:
-        logger.log(level, message, *args)

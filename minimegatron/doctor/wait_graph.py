@@ -84,7 +84,7 @@ class WaitGraph:
         doing = RECEIVING if seen.call.doing == SENDING else SENDING
         payload = seen.call.payload
         count = _count(self.records[rank], seen.call.doing, payload, other)
-        # A transport may block in starting a message already, before it is awaited.
+        # The call that starts a message may block already, before it is awaited.
         mine = count.num_started if seen.call.name == "p2p-start" else count.num_awaited
         done = _count(theirs, doing, payload, rank).num_started
         what = (payload or "message") + ("" if done == 1 else "s")

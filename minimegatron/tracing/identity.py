@@ -11,7 +11,7 @@ Only `forward_step` is told its microbatch. The rest follows from which object i
 The step of the weight gradients takes no tensor and names its microbatch itself. What one stage hands
 to the next on the same rank is not received, and so belongs to no message.
 
-In which order a call's messages were started follows from the calls of the transport within it.
+In which order a call's messages were started follows from the calls within it that start them.
 
 No schedule has to say anything, so one that mixes up its tensors is seen to do so. Tensors are
 remembered by weak reference: watching keeps none of them alive.
@@ -111,10 +111,10 @@ class Finding:
     ordinal: int | None = None
     """Of the message that a call below the communicator starts or waits for."""
     started: list[Channel] = field(default_factory=list)
-    """The channel of each message that the transport was given, in that order."""
+    """The channel of each message that was started, in that order."""
 
     def messages_as_started(self) -> list[SeenMessage]:
-        """The messages in the order of `started`. Last come those that no transport was given."""
+        """The messages in the order of `started`. Last come those that nobody started."""
         waiting = list(self.messages)
         in_order = []
         for key in self.started:

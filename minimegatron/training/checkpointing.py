@@ -38,8 +38,8 @@ from minimegatron.core.transformer.module import (
     global_parameter_name,
     named_global_parameters,
     named_saved_buffers,
-    sharded_buffer,
 )
+from minimegatron.core.transformer.sharded_state import sharded_buffer
 from minimegatron.core.utils import barrier, get_device, unwrap_model
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
 from minimegatron.training.checkpoint_folder import (

@@ -1,12 +1,15 @@
 """Where torch cannot have a group that is written in Python, gloo carries everything, and says so."""
 
 import warnings
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import minimegatron.backend
 from minimegatron.backend import registering
+from minimegatron.backend.gloo_inside import make_gloo
 from tests.ranks import run_ranks
 
 NAME = f"cpu:{minimegatron.backend.NAME}"
@@ -44,3 +47,22 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.delattr(dist.ProcessGroupGloo, "create_default_device")
     words = registering.why_not()
     assert words == f"torch {torch.__version__} has no ProcessGroupGloo.create_default_device"
+
+
+@pytest.mark.parametrize(("told", "number"), [("lo", 1), ("lo,lo", 2), (None, 1)])
+def test_gloo_inside_uses_the_interfaces_that_gloo_is_told(monkeypatch, told, number):
+    """Another machine may reach no other; and on one machine, nobody else shall reach it."""
+    asked = []
+    create = dist.ProcessGroupGloo.create_device
+
+    def noted(**how):
+        asked.append(how["interface"])
+        return create(**how)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", noted)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if told is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", told)
+    options = make_gloo(dist.HashStore(), 0, 1, timedelta(seconds=5)).options
+    assert asked == (told.split(",") if told else [])
+    assert (len(options._devices), options._threads) == (number, 2 * number)

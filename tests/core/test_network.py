@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from minimegatron.core import network
 from minimegatron.doctor import machines
-from minimegatron.training import initialize, rendezvous
+from minimegatron.training import initialize, process_group, rendezvous
 
 MINUTE = timedelta(minutes=1)
 
@@ -36,13 +36,13 @@ def test_b6_gloo_is_told_the_loopback_whatever_it_was_told():
 def test_b6_an_interface_that_is_not_there_is_named_before_any_wait(monkeypatch, capsys):
     launched_by_hand(monkeypatch, GLOO_SOCKET_IFNAME="ib0,eth77", RANK="3")
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0")])
-    monkeypatch.setattr(initialize, "find_each_other", refuse_to_wait)
+    monkeypatch.setattr(process_group, "find_each_other", refuse_to_wait)
 
     class Args:
         rank, world_size, local_world_size, distributed_timeout_minutes = 3, 8, 4, 10
 
     with pytest.raises(SystemExit) as ended:
-        initialize._init_process_group(Args)
+        process_group.init_process_group(Args)
     assert ended.value.code == initialize.BAD_ARGUMENTS
     said = capsys.readouterr().err
     assert "GLOO_SOCKET_IFNAME is 'ib0,eth77'" in said
@@ -89,9 +89,9 @@ def test_b6_ranks_that_find_each_other_at_once_say_nothing(monkeypatch, capsys):
 
 def test_b6_without_torchrun_every_process_says_why_it_refuses(monkeypatch, capsys):
     launched_by_hand(monkeypatch, RANK="3", WORLD_SIZE="8")
-    monkeypatch.setattr(initialize.time, "sleep", refuse_to_wait)
+    monkeypatch.setattr(process_group.time, "sleep", refuse_to_wait)
     with pytest.raises(SystemExit):
-        initialize._refuse(ValueError("--global-batch-size 4 is not divisible by 8"))
+        process_group.refuse(ValueError("--global-batch-size 4 is not divisible by 8"))
     said = capsys.readouterr().err
     assert "not divisible by 8 (the environment says RANK 3, WORLD_SIZE 8: to train in one" in said
 

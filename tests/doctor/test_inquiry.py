@@ -14,7 +14,7 @@ from minimegatron.doctor.processes import main_stack
 from minimegatron.doctor.records import RUNNING
 from minimegatron.doctor.shared_record import RecordWriter
 from minimegatron.launching.launcher import launch
-from minimegatron.training import initialize
+from minimegatron.training import process_group
 
 NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
 
@@ -207,14 +207,14 @@ def test_ranks_under_torchrun(monkeypatch, hang_timeout):
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that it is taken back at the end
         monkeypatch.delenv(name)
-    monkeypatch.setattr(initialize, "find_each_other", lambda *_: None)
-    monkeypatch.setattr(initialize, "set_device", lambda *_: None)
+    monkeypatch.setattr(process_group, "find_each_other", lambda *_: None)
+    monkeypatch.setattr(process_group, "set_device", lambda *_: None)
     monkeypatch.setattr(
-        initialize.dist, "init_process_group", lambda *_, **__: seen.append(settings())
+        process_group.dist, "init_process_group", lambda *_, **__: seen.append(settings())
     )
-    monkeypatch.setattr(initialize, "agree_on_device", lambda *_: Chosen)
+    monkeypatch.setattr(process_group, "agree_on_device", lambda *_: Chosen)
     args = Given(hang_timeout)
-    initialize._init_process_group(args)
+    process_group.init_process_group(args)
     (values,) = seen
     assert [value is not None for value in values] == [hang_timeout is not None] * 3
 

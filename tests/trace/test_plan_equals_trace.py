@@ -24,7 +24,12 @@ from minimegatron.tracing.node_order import wrong_nodes
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests import parity, parity_t5
 from tests.core.pipeline_parallel.test_order import legal_groups
-from tests.core.pipeline_parallel.test_real_ranks import Config, pairwise, run_mode
+from tests.core.pipeline_parallel.test_real_ranks import (
+    Config,
+    groups_of_runs,
+    pairwise,
+    run_mode,
+)
 from tests.figures import figure
 from tests.ranks import run_ranks
 from tests.trace.recordings import run_step
@@ -57,9 +62,10 @@ def record(p: int, cases: list[Config]) -> list:
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=p, virtual_pipeline_model_parallel_size=v
         )
+        groups = groups_of_runs()
         with minimegatron.trace() as run:
             for _, M, G, mode in of_v:
-                run_mode(p, M, v, G, mode)
+                run_mode(groups["gloo" in mode], p, M, v, G, mode)
         parallel_state.destroy_model_parallel()
         runs.append(run)
     return runs if dist.get_rank() == 0 else []

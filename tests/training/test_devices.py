@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from minimegatron.core import utils
-from minimegatron.training import devices, initialize
+from minimegatron.training import devices, initialize, process_group
 from minimegatron.training.devices import agree_on_device, choose_device, is_supported
 from tests.ways_of_a_gpu import ways_of_a_gpu
 
@@ -143,7 +143,7 @@ def test_one_visible_gpu_per_process_is_nccl(monkeypatch):
     slurm, store, begun = Slurm(monkeypatch), dist.HashStore(), {}
     monkeypatch.setattr(utils, "_device", None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(initialize, "find_each_other", lambda *_: store)
+    monkeypatch.setattr(process_group, "find_each_other", lambda *_: store)
 
     def begin(backend: str, rank: int, **_) -> None:
         begun[rank] = backend
@@ -152,7 +152,7 @@ def test_one_visible_gpu_per_process_is_nccl(monkeypatch):
 
     def start(rank: int) -> None:
         slurm.here.rank = rank
-        initialize._init_process_group(arguments(rank, 4))
+        process_group.init_process_group(arguments(rank, 4))
 
     with ThreadPoolExecutor(4) as ranks:
         list(ranks.map(start, range(4)))
@@ -173,7 +173,7 @@ def start_one(monkeypatch):
     Slurm(monkeypatch).here.rank = 0
     asked = []
     monkeypatch.setattr(utils, "_device", None)
-    monkeypatch.setattr(initialize, "find_each_other", lambda *_: dist.HashStore())
+    monkeypatch.setattr(process_group, "find_each_other", lambda *_: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
@@ -181,7 +181,7 @@ def start_one(monkeypatch):
 
     def start(**others) -> tuple[list[str], str | None]:
         asked.clear()
-        initialize._init_process_group(arguments(0, 1, **others))
+        process_group.init_process_group(arguments(0, 1, **others))
         return list(asked), os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
     return start
@@ -196,9 +196,9 @@ def test_tf32_is_used_on_a_gpu_where_it_is_asked_for(start_one):
 def test_kernels_of_tensor_parallel_ranks_begin_in_order(start_one, monkeypatch):
     assert start_one(device="cuda")[1] is None
     seen = []
-    name_of_gpu = initialize.name_of_gpu
+    name_of_gpu = process_group.name_of_gpu
     monkeypatch.setattr(
-        initialize,
+        process_group,
         "name_of_gpu",
         lambda rank: seen.append(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]) or name_of_gpu(rank),
     )

@@ -124,7 +124,9 @@ class StepFrame(NoFrame):
     # -- The step begins --
 
     def __enter__(self) -> "StepFrame":
-        self._groups, self._others = _groups_of_a_step(self.pg_collection, self.forward_only)
+        self._groups, self._others = _groups_of_a_step(
+            self.pg_collection, self.p2p, self.forward_only
+        )
         try:
             StepFrame.num_begun += 1
             collectives.begin_step(self._groups, self._others, self.forward_only)
@@ -547,7 +549,8 @@ def _fail_before_begun(arguments: dict[str, Any], error: BaseException) -> None:
         pg_collection = arguments.get("pg_collection")
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         forward_only = arguments.get("forward_only", False)
-        groups, others = _groups_of_a_step(pg_collection, forward_only)
+        p2p = arguments.get("p2p_communicator")
+        groups, others = _groups_of_a_step(pg_collection, p2p, forward_only)
         collectives.begin_step(groups, others, forward_only)
         collectives.abandon(groups + others, _reason_of(error))
 
@@ -561,15 +564,17 @@ def _reason_of(error: BaseException) -> str:
 
 
 def _groups_of_a_step(
-    pg_collection: ProcessGroupCollection, forward_only: bool
+    pg_collection: ProcessGroupCollection, p2p: Any, forward_only: bool
 ) -> tuple[list[dist.ProcessGroup], list[dist.ProcessGroup]]:
     """The groups over which ranks wait for each other in a step; and those that it may use too.
 
-    A hook or a loss function may reduce over any group of the collection.
+    A hook or a loss function may reduce over any group of the collection. The communicator's group may
+    be another one than the collection's.
     """
     names = GROUPS_OF_AN_EVALUATION if forward_only else (*GROUPS_OF_A_STEP, "expt_dp")
     known = vars(pg_collection)
-    groups = _real(known.get(name) for name in (*names, *GROUPS_OF_EXPERTS))
+    used = [known.get(name) for name in (*names, *GROUPS_OF_EXPERTS)]
+    groups = _real([*used, getattr(p2p, "pp_group", None)])
     others = _real(known.values())
     if any(group.size() == dist.get_world_size() for group in groups):
         others.append(dist.group.WORLD)

@@ -10,11 +10,13 @@ from minimegatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     copy_tensor_model_parallel_attributes,
-    drain_embedding_wgrad_compute,
-    linear_with_grad_accumulation_and_async_allreduce,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
+)
+from minimegatron.core.tensor_parallel.linear_functions import (
+    drain_embedding_wgrad_compute,
+    linear_with_grad_accumulation_and_async_allreduce,
 )
 from minimegatron.core.tensor_parallel.mappings import (
     all_to_all,

@@ -21,10 +21,9 @@ from minimegatron.core import collectives
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.parameter_marks import note_marks
+from minimegatron.core.tensor_parallel.frozen_weight import linear_with_frozen_weight
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -47,6 +46,21 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     store_of,
 )
 from minimegatron.core.utils import without_graph
+from minimegatron.exports import lazily
+
+# Megatron has these here.
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "drain_embedding_wgrad_compute": (
+            "minimegatron.core.tensor_parallel.linear_functions:drain_embedding_wgrad_compute"
+        ),
+        "linear_with_grad_accumulation_and_async_allreduce": (
+            "minimegatron.core.tensor_parallel.linear_functions:"
+            "linear_with_grad_accumulation_and_async_allreduce"
+        ),
+    },
+)
 
 InitMethod = Callable[[torch.Tensor], torch.Tensor]
 
@@ -196,39 +210,7 @@ def _gather_sequence(input_: torch.Tensor, group: Any, async_op: bool) -> tuple[
     return gathered, handle
 
 
-@accepts_left_out
-def linear_with_grad_accumulation_and_async_allreduce(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    grad_output_buffer: list[torch.Tensor] | None = None,
-    wgrad_deferral_limit: int = 0,
-    tp_group: Any = None,
-) -> torch.Tensor:
-    """`F.linear`, with the exchange of a tensor-parallel layer built into forward and backward.
-
-    Args:
-        input: [s, b, h]; [s/t, b, h] with `sequence_parallel`, then gathered first.
-        weight: [n, h], local.
-        bias: [n], local, or None.
-        allreduce_dgrad: sum the input's gradient over the ranks.
-        sequence_parallel: gather `input`, reduce-scatter its gradient.
-        grad_output_buffer: keep the output's gradients here, and leave the weight's to
-            `drain_embedding_wgrad_compute`; None to compute it at once. The caller keeps the inputs.
-        wgrad_deferral_limit: how many may be kept; 0 for any number.
-        tp_group: None for `parallel_state`'s.
-    """
-    store = None
-    if grad_output_buffer is not None:
-        limit = wgrad_deferral_limit
-        store = WeightGradStore(None, grad_output_buffer, limit=limit, until_drained=True)
-    return _linear(input, weight, bias, allreduce_dgrad, sequence_parallel, store, tp_group)
-
-
-def _linear(
+def linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -237,7 +219,10 @@ def _linear(
     store: WeightGradStore | None,
     tp_group: Any,
 ) -> torch.Tensor:
-    """As above; weight gradients go to `store`, None to compute them in backward."""
+    """`linear_with_grad_accumulation_and_async_allreduce`, all by position.
+
+    Weight gradients go to `store`; None to compute them in backward.
+    """
     if not weight.requires_grad:
         return linear_with_frozen_weight(
             input,
@@ -260,67 +245,6 @@ def _linear(
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
         input, weight, bias, allreduce_dgrad, sequence_parallel, owe, group
     )
-
-
-@accepts_left_out
-def linear_with_frozen_weight(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    tp_group: Any = None,
-) -> torch.Tensor:
-    """As above, for a weight that gets no gradient: the input is not kept, nor gathered in backward.
-
-    A bias that requires a gradient gets it. In Megatron it gets none.
-    """
-    if sequence_parallel:
-        input = gather_from_sequence_parallel_region(input, group=tp_group)
-    elif allreduce_dgrad:
-        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    return F.linear(input, weight.detach(), bias)
-
-
-def drain_embedding_wgrad_compute(
-    config: ModelParallelConfig,
-    embedding_activation_buffer: list[torch.Tensor],
-    grad_output_buffer: list[torch.Tensor],
-    weight: torch.nn.Parameter,
-    tp_group: Any = None,
-) -> None:
-    """Computes the output layer's weight gradients that backward put off, oldest first.
-
-    Each is added to `weight.grad` and the weight's hooks run, so that it goes where other gradients
-    go: to `weight.main_grad` under `DistributedDataParallel`. The two lists end empty. Called by
-    `finish_embedding_wgrad_compute` once the pipeline has drained. Mirrors: `megatron.core.utils`,
-    same name.
-
-    Args:
-        config: `sequence_parallel` says whether the inputs are to be gathered.
-        embedding_activation_buffer: inputs X, each [s, b, h], or [s/t, b, h] to be gathered.
-        grad_output_buffer: gradients dY, each [s, b, v/t]; as many.
-        weight: [v/t, h].
-        tp_group: None for `parallel_state`'s.
-
-    Raises ValueError if the lists are not of one length.
-    """
-    group = get_tensor_model_parallel_group_if_none(tp_group)
-    if len(embedding_activation_buffer) != len(grad_output_buffer):
-        raise ValueError(
-            f"{len(embedding_activation_buffer)} inputs of the output layer are kept, but "
-            f"{len(grad_output_buffer)} gradients; clear both lists after a step that failed "
-            "(clear_embedding_activation_buffer)"
-        )
-    weight.weight_grad_store = WeightGradStore(
-        embedding_activation_buffer,
-        grad_output_buffer,
-        group if config.sequence_parallel else None,
-        until_drained=True,
-    )
-    while grad_output_buffer:
-        weight.weight_grad_store.backward_dw(weight)
 
 
 def _mark_delayed(weight: torch.nn.Parameter, is_delayed: bool) -> None:
@@ -465,7 +389,7 @@ class ColumnParallelLinear(torch.nn.Module):
         store = self._deferred
         if store is None and self.delay_wgrad_compute and weight is self.weight:
             store = store_of(weight, self._sequence_group)
-        output_parallel = _linear(
+        output_parallel = linear(
             input_,
             weight,
             None if self.skip_bias_add else self.bias,
@@ -552,7 +476,7 @@ class RowParallelLinear(torch.nn.Module):
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         store = store_of(self.weight) if self.delay_wgrad_compute else None
-        output_parallel = _linear(input_, self.weight, None, False, False, store, self.tp_group)
+        output_parallel = linear(input_, self.weight, None, False, False, store, self.tp_group)
         if self.is_expert:
             output = output_parallel
         elif self.sequence_parallel:

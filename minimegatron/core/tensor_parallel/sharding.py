@@ -1,4 +1,4 @@
-"""One parameter of the full model and its tensor-parallel pieces: cutting and putting together.
+"""One parameter of the full model and its tensor-parallel pieces: how it is cut, and cutting it.
 
 Megatron keeps this arithmetic inside `layers` and its checkpoint code.
 
@@ -19,8 +19,20 @@ from typing import Any
 
 import torch
 
-from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
+from minimegatron.exports import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "copy_tensor_model_parallel_attributes": (
+            "minimegatron.core.tensor_parallel.whole_parameters:"
+            "copy_tensor_model_parallel_attributes"
+        ),
+        "gather_parameter": "minimegatron.core.tensor_parallel.whole_parameters:gather_parameter",
+        "unshard_parameter": "minimegatron.core.tensor_parallel.whole_parameters:unshard_parameter",
+    },
+)
 
 
 def set_tensor_model_parallel_attributes(
@@ -41,20 +53,6 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
     """Marks `tensor` as whole on every rank, unless a layer said otherwise."""
     if not hasattr(tensor, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(tensor, is_parallel=False, dim=-1, stride=1)
-
-
-def copy_tensor_model_parallel_attributes(
-    destination_tensor: torch.Tensor, source_tensor: torch.Tensor
-) -> None:
-    """For an optimizer's fp32 copy of a parameter."""
-    set_defaults_if_not_set_tensor_model_parallel_attributes(source_tensor)
-    set_tensor_model_parallel_attributes(
-        destination_tensor,
-        source_tensor.tensor_model_parallel,
-        source_tensor.partition_dim,
-        source_tensor.partition_stride,
-        getattr(source_tensor, "partition_sizes", None),
-    )
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = None) -> bool:
@@ -111,24 +109,3 @@ def shard_parameter(
     dim = param.partition_dim
     stacked = full.split(section_sizes(param, full.size(dim), tp_size), dim)
     return torch.cat([matrix.chunk(tp_size, dim)[tp_rank] for matrix in stacked], dim)
-
-
-def unshard_parameter(shards: Sequence[torch.Tensor], param: torch.Tensor) -> torch.Tensor:
-    """The inverse: `shards` of all ranks, in rank order, put together to the full parameter."""
-    if not is_cut(param, len(shards)):
-        return shards[0]
-    dim = param.partition_dim
-    per_rank = [shard.split(section_sizes(param, shard.size(dim)), dim) for shard in shards]
-    return torch.cat([piece for matrix in zip(*per_rank, strict=True) for piece in matrix], dim)
-
-
-def gather_parameter(shard: torch.Tensor, param: torch.Tensor, tp_group: Any) -> torch.Tensor:
-    """Every rank's `shard` (of `param`'s value, gradient, ...) put together, on every rank.
-
-    A collective over `tp_group` for a parameter that is cut; for others the rank's own value.
-    """
-    if not is_cut(param, tp_group.size()):
-        return shard
-    gathered = shard.new_empty((tp_group.size() * shard.size(0), *shard.shape[1:]))
-    collectives.all_gather(gathered, shard.contiguous(), tp_group)
-    return unshard_parameter(gathered.chunk(tp_group.size(), dim=0), param)

@@ -7,11 +7,8 @@ go.
 
 import torch
 
-from minimegatron.core.transformer.dot_product_attention import (
-    DotProductAttention,
-    check_attention_mask,
-    check_is_bool,
-)
+from minimegatron.core.transformer.attention_masks import check_attention_mask, check_is_bool
+from minimegatron.core.transformer.dot_product_attention import DotProductAttention
 from minimegatron.core.transformer.enums import AttnMaskType
 
 

@@ -15,8 +15,10 @@ output and lse, and a mask that was given, but no probabilities. Sums are taken 
 what is sent has the keys' dtype. a2a leaves attention to the function for one process.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,8 @@ from minimegatron.core.tensor_parallel.mappings import all_to_all
 from minimegatron.core.tensor_parallel.random import get_rng_state
 from minimegatron.core.tensor_parallel.recompute import repeats_from
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.attention_masks import CAUSAL, check_is_bool
+from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.zigzag import positions_of_rank
 from minimegatron.core.utils import without_graph
 
@@ -483,3 +487,40 @@ def attention_over_ranks(
 
 
 FUNCTIONS = {"p2p": RingAttention, "all_gather": GatherAttention}
+
+
+def attend_over_ranks(
+    attend_here: Callable[..., torch.Tensor],
+    core: Any,
+    dropout: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """What `DotProductAttention`, `core`, does where ranks share a sequence.
+
+    Args:
+        attend_here: attention within one process, given `core` and `dropout` too.
+        query: [s/c, b, a/t, d].
+        key, value: [s/c, b, g/t, d].
+        attention_mask: as that layer takes it.
+
+    Returns [s/c, b, (a/t) d].
+    """
+    scale = core.softmax_scale
+    sharing = Sharing(
+        core.cp_group,
+        core.layer_number,
+        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+        core.attn_mask_type in CAUSAL,
+        dropout,
+    )
+    if core.attn_mask_type == AttnMaskType.no_mask:
+        attention_mask = None
+    if attention_mask is not None:
+        check_is_bool(attention_mask)
+    attend = partial(attend_here, core, dropout)
+    return attention_over_ranks(
+        core.cp_comm_type, query, key, value, attention_mask, sharing, attend
+    )

@@ -5,7 +5,6 @@ leaves fused kernels, and context parallelism, to Transformer Engine.
 """
 
 import contextlib
-import math
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,12 @@ import torch.nn.functional as F
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from minimegatron.core.transformer.context_parallel import Sharing, attention_over_ranks
+from minimegatron.core.transformer.attention_masks import (
+    CAUSAL,
+    check_attention_mask,
+    check_is_bool,
+)
+from minimegatron.core.transformer.context_parallel import attend_over_ranks
 from minimegatron.core.transformer.context_parallel_config import (
     check_comm_type,
     comm_type_of_layer,
@@ -24,37 +28,6 @@ from minimegatron.core.transformer.context_parallel_groups import context_parall
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
-
-
-def check_attention_mask(mask: torch.Tensor, sizes: tuple[int | None, ...]) -> None:
-    """Raises ValueError unless `mask` has the four dimensions `sizes`, or 1 for any of the first three.
-
-    `sizes`: sequences (None for any number), heads and queries of this rank, all keys. Where torch
-    would broadcast another shape, its numbers would mean something else than their owner thinks.
-    """
-    *others, keys = sizes
-
-    def fits(given: int, size: int | None) -> bool:
-        return size is None or given in (1, size)
-
-    if mask.dim() == 4 and mask.size(3) == keys and all(map(fits, mask.shape, others)):
-        return
-    wanted = ", ".join(f"{'any' if size is None else size} or 1" for size in others)
-    raise ValueError(
-        f"attention_mask is {list(mask.shape)}; give [{wanted}, {keys}]: sequences, heads and queries "
-        "of this rank, and all keys (a padding mask [b, s] as mask[:, None, None])"
-    )
-
-
-def check_is_bool(mask: torch.Tensor) -> None:
-    """Raises ValueError for a mask of numbers: torch would read any but 0 as True."""
-    if mask.dtype != torch.bool:
-        raise ValueError(
-            f"attention_mask is {mask.dtype}; give torch.bool, True for what is not attended to (a "
-            "mask with 1 for what is kept as mask == 0); numbers to be added to scores are not taken"
-        )
 
 
 @accepts_left_out
@@ -96,13 +69,13 @@ class DotProductAttention(MegatronModule):
         self.cp_comm_type = cp_comm_type or comm_type_of_layer(config, layer_number)
         check_comm_type(config, self.cp_comm_type)
         self.cp_group = context_parallel_group(config, pg_collection)
-        self._attend = _attend if self.cp_group is None else _attend_over_ranks
+        self._attend = _attend if self.cp_group is None else partial(attend_over_ranks, _attend)
 
     def _mask(
         self, attention_mask: torch.Tensor | None, s_q: int, s_k: int, device: torch.device
     ) -> tuple[torch.Tensor | None, bool]:
         """(True where attention may look, or None for no mask, is it plain causal instead)."""
-        causal = self.attn_mask_type in _CAUSAL
+        causal = self.attn_mask_type in CAUSAL
         if self.attn_mask_type == AttnMaskType.no_mask or attention_mask is None:
             return None, causal
         check_is_bool(attention_mask)
@@ -175,29 +148,3 @@ def _attend(
         enable_gqa=query.size(1) != key.size(1),
     )
     return context.permute(2, 0, 1, 3).reshape(s, b, -1)
-
-
-def _attend_over_ranks(
-    core: DotProductAttention,
-    dropout: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-) -> torch.Tensor:
-    scale = core.softmax_scale
-    sharing = Sharing(
-        core.cp_group,
-        core.layer_number,
-        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        core.attn_mask_type in _CAUSAL,
-        dropout,
-    )
-    if core.attn_mask_type == AttnMaskType.no_mask:
-        attention_mask = None
-    if attention_mask is not None:
-        check_is_bool(attention_mask)
-    attend = partial(_attend, core, dropout)
-    return attention_over_ranks(
-        core.cp_comm_type, query, key, value, attention_mask, sharing, attend
-    )

@@ -11,10 +11,14 @@ that all earlier virtual stages build, so every layer is built once, whatever th
 from typing import Any
 
 from minimegatron.core.pipeline_parallel.orders import placement_of
-from minimegatron.core.pipeline_parallel.placement import Placement
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
+)
+from minimegatron.core.transformer.stages_as_told import (
+    decoder_layers_of_layout,
+    layers_of_layout,
+    uneven_layers_of_ranks,
 )
 from minimegatron.exports import lazily
 
@@ -39,18 +43,6 @@ def _layout_of(config: Any) -> PipelineParallelLayerLayout | None:
     return layout
 
 
-def _check_ranks_take_turns(placement: Placement) -> None:
-    """Uneven numbers are those of whole ranks: the one that each turn begins with, or ends with."""
-    ranks = [placement.place_of(stage).rank for stage in range(placement.num_stages)]
-    if ranks != ranks[: placement.pp_size] * placement.num_model_chunks:
-        raise ValueError(
-            "num_layers_in_first/last_pipeline_stage is a number for all chunks of a rank, but with "
-            f"placement {placement.name} the rank of the first stage has the stages "
-            f"{sorted(placement.stages[placement.first_rank])}; use pipeline_model_parallel_layout, "
-            "which says it for each stage"
-        )
-
-
 def _layers_of_ranks(config: Any) -> list[int]:
     """Layers of each pipeline rank, all chunks together; embedding and loss counted if asked to.
 
@@ -73,39 +65,7 @@ def _layers_of_ranks(config: Any) -> list[int]:
                 "or num_layers_in_last_pipeline_stage"
             )
         return [total // p] * p
-    _check_ranks_take_turns(placement_of(config))
-    if extra:
-        raise ValueError(
-            "account_for_embedding/loss_in_pipeline_split and num_layers_in_first/last_"
-            "pipeline_stage both set the uneven stages; use one of the two"
-        )
-    return _uneven_layers_of_ranks(config.num_layers, p, first, last)
-
-
-def _uneven_layers_of_ranks(
-    num_layers: int, p: int, first: int | None, last: int | None
-) -> list[int]:
-    given = [number for number in (first, last) if number is not None]
-    middle = num_layers - sum(given)
-    num_middle = p - len(given)
-    if min(given) < 0 or middle < 0 or num_middle < 0:
-        raise ValueError(
-            f"num_layers_in_first/last_pipeline_stage {given} do not fit num_layers {num_layers} "
-            f"over {p} stages; their sum must be at most {num_layers}, and {len(given)} or more "
-            "stages are needed"
-        )
-    if middle % num_middle if num_middle else middle:
-        raise ValueError(
-            f"{middle} layers remain after num_layers_in_first/last_pipeline_stage {given}, not "
-            f"divisible over the {num_middle} other stages; change num_layers {num_layers} or "
-            "the first and last stages"
-        )
-    stages = [middle // num_middle] * num_middle if num_middle else []
-    if first is not None:
-        stages.insert(0, first)
-    if last is not None:
-        stages.append(last)
-    return stages
+    return uneven_layers_of_ranks(config)
 
 
 def layers_of_virtual_stages(config: Any) -> list[int]:
@@ -117,18 +77,7 @@ def layers_of_virtual_stages(config: Any) -> list[int]:
     v = config.virtual_pipeline_model_parallel_size or 1
     layout = _layout_of(config)
     if layout is not None:
-        if layout.virtual_pipeline_model_parallel_size != v:
-            raise ValueError(
-                f"the pipeline layout has {layout.virtual_pipeline_model_parallel_size} chunks "
-                f"per rank but virtual_pipeline_model_parallel_size is {v}; make them equal"
-            )
-        stages = _layers_of_layout(layout, LayerType.decoder)
-        if sum(stages) != config.num_layers:
-            raise ValueError(
-                f"the pipeline layout has {sum(stages)} decoder layers but num_layers is "
-                f"{config.num_layers}; change one of them"
-            )
-        return stages
+        return decoder_layers_of_layout(layout, config)
     ranks = _layers_of_ranks(config)
     for rank, number in enumerate(ranks):
         if number % v:
@@ -146,14 +95,6 @@ def layers_of_virtual_stages(config: Any) -> list[int]:
             "loss are counted; use more layers or fewer stages"
         )
     return stages
-
-
-def _layers_of_layout(layout: PipelineParallelLayerLayout, layer_type: LayerType) -> list[int]:
-    places = map(layout.placement.place_of, range(layout.placement.num_stages))
-    return [
-        layout.get_num_layers_to_build(layer_type, vp_stage=chunk, pp_rank=rank)
-        for rank, chunk in places
-    ]
 
 
 def _virtual_stage(config: Any, vp_stage: int | None, pp_rank: int) -> int:
@@ -186,7 +127,7 @@ def mtp_layers_of_virtual_stages(config: Any) -> list[int]:
     """Layers that predict further tokens, of each virtual stage: all in one, by default the last."""
     layout = _layout_of(config)
     if layout is not None:
-        return _layers_of_layout(layout, LayerType.mtp)
+        return layers_of_layout(layout, LayerType.mtp)
     num_stages = placement_of(config).num_stages
     return [0] * (num_stages - 1) + [config.mtp_num_layers or 0]
 

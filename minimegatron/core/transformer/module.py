@@ -5,26 +5,30 @@ Counterpart: `megatron.core.transformer.module`.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
-from minimegatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    ShardedTensorFactory,
-    make_sharded_tensors,
-)
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.parameter_marks import note_marks, restore_marks
-from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
 from minimegatron.core.transformer.late_fields import note_built
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.exports import lazily
+
+# What a checkpoint takes is imported where one is written or read.
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "sharded_buffer": "minimegatron.core.transformer.sharded_state:sharded_buffer",
+        "sharded_state_dict": "minimegatron.core.transformer.sharded_state:sharded_state_dict",
+    },
+)
 
 
 class MegatronModule(torch.nn.Module):
@@ -56,9 +60,7 @@ class MegatronModule(torch.nn.Module):
         return name
 
     @accepts_left_out
-    def sharded_state_dict(
-        self, prefix: str = ""
-    ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
         """Every weight and saved buffer by its name here, as `dist_checkpointing` takes it.
 
         In the checkpoint it has its name in the full model, after `prefix`; there any layout finds its
@@ -67,23 +69,7 @@ class MegatronModule(torch.nn.Module):
         With `overlap_param_gather`, weights are incomplete until the next forward, and this raises
         RuntimeError: call the wrapper's `start_param_sync(force_sync=True)` first.
         """
-        self.state_dict()  # for the wrapper's hook, which raises
-        groups = groups_of(self)
-        found = {}
-        restore_marks(self)
-        for name, param in self.named_parameters():
-            key, group = prefix + global_parameter_name(self, name), tensor_group(param, groups)
-            second_copy = int(getattr(param, "shared", False))
-            boxes = partial(_boxes, param=param, tp_rank=group.rank(), tp_size=group.size())
-            parts = boxes(key, param.detach(), second_copy)
-            if len(parts) > 1:  # stacked matrices: each has its own place in the whole
-                whole = partial(_filled, param.detach())
-                parts = [ShardedTensorFactory(key, param.detach(), boxes, whole, second_copy)]
-            found[prefix + name] = parts[0]
-        for name, buffer in named_saved_buffers(self):
-            key = prefix + global_parameter_name(self, name)
-            found[prefix + name] = sharded_buffer(key, buffer, groups)
-        return found
+        return __getattr__("sharded_state_dict")(self, prefix)
 
     def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
         """Draws every weight by its name in the full model (see `initial_weights`).
@@ -98,17 +84,6 @@ class MegatronModule(torch.nn.Module):
                 rank, size = group.rank(), group.size()
                 draw_named_weight(param, name, self.config.init_seed, rank, size)
         note_marks(self)
-
-
-def _boxes(
-    key: str, data: torch.Tensor, replica_id: int, flattened_range: None = None, **cut: Any
-) -> list[ShardedTensor]:
-    return make_sharded_tensors(key, data=data, replica_id=replica_id, **cut)
-
-
-def _filled(data: torch.Tensor, parts: list) -> torch.Tensor:
-    """The parts were views of `data`, so a load has filled it."""
-    return data
 
 
 class PartOfModuleList(torch.nn.ModuleList):
@@ -163,19 +138,6 @@ def named_saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".removeprefix("."), buffer
-
-
-def sharded_buffer(key: str, buffer: torch.Tensor, groups: ProcessGroupCollection) -> ShardedTensor:
-    """As a checkpoint takes it, as `key`.
-
-    Copies of the model may differ, as in a running mean: the first is saved, as in Megatron, and a save
-    warns. Experts' copies are other ranks, and must have the same.
-    """
-    copies = None if ".experts." in key else vars(groups).get("dp_cp")
-    replica_id = 0 if copies is None else copies.rank()
-    tensor = ShardedTensor.from_rank_offsets(key, buffer, replica_id=replica_id)
-    tensor.is_buffer = True
-    return tensor
 
 
 # -- 16-bit models --

@@ -372,6 +372,22 @@ class MultiTokenPredictionBlock(MegatronModule):
             layer.backward_dw()
 
 
+def build_mtp_block(model: torch.nn.Module, spec: Any) -> MultiTokenPredictionBlock:
+    """The layers for further tokens of the chunk `model`, a `GPTModel`.
+
+    Raises ValueError for learned positions where the chunk has no embedding of its own.
+    """
+    if model.position_embedding_type == "learned_absolute" and not model.pre_process:
+        raise ValueError(
+            "further tokens are embedded on another stage than the first, which would need a copy "
+            "of the learned positions; use position_embedding_type 'rope' or 'none', or "
+            "pipeline_model_parallel_size 1"
+        )
+    return MultiTokenPredictionBlock(
+        model.config, spec, vp_stage=model.vp_stage, pg_collection=model.pg_collection
+    )
+
+
 # -- The losses --
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.model_parallel_config import other_num_stages
 from minimegatron.core.process_groups_config import (
     ProcessGroupCollection,
     num_stages_of,
     stage_of,
 )
+from minimegatron.core.schedule_of_config import other_num_stages
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from minimegatron.core.tensor_parallel.recompute import checkpoint
+from minimegatron.core.transformer.block_recompute import checkpointed_forward
 from minimegatron.core.transformer.layer_placement import (
     num_layers_before_chunk,
     num_layers_of_chunk,
@@ -191,7 +191,7 @@ class TransformerBlock(MegatronModule):
         arguments = (hidden_states, attention_mask, context, context_mask, rotary_pos_emb)
         with self.dropout_rng():
             if recompute.granularity == "full" and self.training:
-                hidden_states = self._checkpointed_forward(recompute, *arguments)
+                hidden_states = checkpointed_forward(self._run, self.layers, recompute, *arguments)
             else:
                 selective = recompute.granularity == "selective"
                 hidden_states = self._run(0, len(self.layers), *arguments, selective)
@@ -246,29 +246,3 @@ class TransformerBlock(MegatronModule):
                 checkpoint_core_attention=checkpoint_core_attention,
             )
         return hidden_states
-
-    def _checkpointed_forward(
-        self,
-        recompute: Recompute,
-        hidden_states: torch.Tensor,
-        *arguments: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Whole layers recomputed.
-
-        "uniform" keeps the input of each group of `num_layers` layers. "block" keeps the input of
-        each of the first `num_layers` layers, and everything of the others, for which there is room.
-        """
-        uniform = recompute.method == "uniform"
-        step = recompute.num_layers if uniform else 1
-        recomputed = len(self.layers) if uniform else min(recompute.num_layers, len(self.layers))
-        for first in range(0, recomputed, step):
-            hidden_states = checkpoint(
-                self._run,
-                False,
-                first,
-                first + step,
-                hidden_states,
-                *arguments,
-                modules=islice(self.layers, first, first + step),
-            )
-        return self._run(recomputed, len(self.layers), hidden_states, *arguments)

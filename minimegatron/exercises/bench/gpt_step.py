@@ -42,6 +42,7 @@ from minimegatron.core.transformer.layer_placement import ranks_with_word_embedd
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+from minimegatron.exercises.bench import apart
 from minimegatron.exercises.bench.family_steps import (
     FAMILIES,
     ModelOfStep,
@@ -294,7 +295,7 @@ class GptStep:
 
     def meet(self) -> None:
         """Waits for all ranks: if one is stuck, the others are found here and not in the next case."""
-        dist.barrier()
+        apart.meet()
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters, under their names in the full model."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.tracing import Call, call_traced, observed_by
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.bench.cases import Wrong
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step_judge import Reference
@@ -24,8 +25,11 @@ from minimegatron.exercises.room.rank_side import Failed, printing_to
 
 MOVE_SECONDS = 0.5
 TOLERANCES = {"rtol": 1e-9, "atol": 1e-9}
-KEPT = ("minimegatron.core.tracing", "minimegatron.doctor", "minimegatron.launching.launcher")
-"""Watching goes on as before, so who watches must be who is told."""
+KEPT = (
+    *("minimegatron.core.tracing", "minimegatron.doctor", "minimegatron.launching.launcher"),
+    "minimegatron.backend",
+)
+"""Watching goes on as before, so who watches must be who is told; and torch knows one backend."""
 REPLACED = tuple(
     f"minimegatron.exercises.bench.{name}"
     for name in (
@@ -117,6 +121,7 @@ def _compare(job: LabJob, expected: _Expected) -> None:
     with _moving():
         gpt = importlib.import_module("minimegatron.exercises.bench.gpt_step")
         rendezvous = importlib.import_module("minimegatron.exercises.bench.untagged_messages")
+    meet()
     step = gpt.on_these_ranks(job.layout)
     case, groups = step.case, step.groups
     held = _HeldMicrobatches()
@@ -129,9 +134,9 @@ def _compare(job: LabJob, expected: _Expected) -> None:
         losses = [report["loss"].item() for report in reports]
         _check("the loss of microbatches", losses, expected.losses, expected)
     # A rank that ends here leaves the others in a collective; first all compare what they have.
-    dist.barrier()
+    meet()
     _check_gradients(step.gradients(), expected)
-    dist.barrier()
+    meet()
     if case.vp is None and case.pp > 1:
         most = min(case.pp - groups.pp.rank(), case.num_microbatches)
         if held.most > most:
@@ -139,12 +144,12 @@ def _compare(job: LabJob, expected: _Expected) -> None:
                 f"rank {expected.who}: all numbers are right, but it holds the activations of "
                 f"{held.most} microbatches at once; 1F1B needs min(pp - stage, microbatches) = {most}"
             )
-    dist.barrier()
+    meet()
     _, norm, _ = step.optimizer.step()
     _check("the norm of all gradients", norm, expected.norm, expected)
     for name, param in step.parameters():
         _check(f"updated {name}", param.detach(), expected.weights[name], expected)
-    dist.barrier()
+    meet()
 
 
 def _check_gradients(found: dict[str, torch.Tensor], expected: _Expected) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.exercises.bench import noting
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.room.room import Job, Room
 
 STACK = ".stack"
@@ -45,6 +46,7 @@ def work_on_rank(job: Job) -> None:
 
 def answer_cases(job: Job, tell: Callable[[str], None]) -> None:
     """The same with lines that go to `tell`."""
+    meet()
     room = Room(job, tell, dist.get_rank(), between=tidy)
     with noting.noted_by(room.note):
         error = room.work()
@@ -54,7 +56,7 @@ def answer_cases(job: Job, tell: Callable[[str], None]) -> None:
 
 def tidy() -> None:
     """Removes the groups of a case, once no rank needs them."""
-    dist.barrier()
+    meet()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
 

@@ -30,7 +30,7 @@ from tests.core.pipeline_parallel.test_real_ranks import (
     forward_step_func,
     reference,
 )
-from tests.ranks import run_ranks
+from tests.ranks import has_shared_memory, run_ranks
 
 
 def make_config(p: int, v: int | None = None, **options: Any) -> TransformerConfig:
@@ -415,6 +415,43 @@ def step_after_another_pipeline_has_left() -> bool:
 
 def test_a_pipeline_goes_on_when_another_has_left():
     assert run_ranks(step_after_another_pipeline_has_left, 4) == [True] * 4
+
+
+# -- A communicator whose group is not the collection's --
+
+
+def fails_over_another_group() -> tuple[str, bool]:
+    """Stage 1 fails a step. What both say of it, and whether the next step's gradients are right."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    config = make_config(2)
+    chunk, said = Stage(stage, config), ""
+    p2p = P2PCommunicator(dist.new_group(), config)
+
+    def fails(iterator: Any, model: Any) -> Any:
+        if stage == 1:
+            raise ValueError("planted")
+        return forward_step_func(iterator, model)
+
+    try:
+        run_step(get_forward_backward_func(), [chunk], 4, fails, p2p_communicator=p2p)
+    except (ValueError, ConnectionError) as error:
+        said = str(error)
+    chunk.zero_grad()
+    run_step(get_forward_backward_func(), [chunk], 4, p2p_communicator=p2p)
+    _, wanted = reference(2, 4, (SEQ,))
+    gradients = {name: param.grad for name, param in chunk.named_parameters()}
+    is_right = all(
+        torch.allclose(grad, wanted[stage, name], atol=1e-12) for name, grad in gradients.items()
+    )
+    return said, is_right
+
+
+@pytest.mark.skipif(not has_shared_memory(), reason="over gloo alone, nobody is told")
+def test_a_step_fails_over_a_group_that_the_communicator_alone_has():
+    (told, right), (said, also_right) = run_ranks(fails_over_another_group, 2)
+    assert "rank 1 of the group has given up this step: ValueError: planted" in told
+    assert (said, right, also_right) == ("planted", True, True)
 
 
 # -- Forward-only steps do not run away --

@@ -21,9 +21,7 @@ from minimegatron.core.models.common.embeddings.language_model_embedding import 
 )
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
-from minimegatron.core.models.common.model_chunk_schedule_plan import (
-    TransformerModelChunkSchedulePlan,
-)
+from minimegatron.core.models.gpt.gpt_schedule_plan import PlannedGPT
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -35,6 +33,7 @@ from minimegatron.core.transformer.context_parallel_groups import (
 )
 from minimegatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
+    build_mtp_block,
     check_mtp_spec,
     process_mtp_loss,
 )
@@ -52,7 +51,7 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @accepts_left_out
-class GPTModel(LanguageModule):
+class GPTModel(PlannedGPT, LanguageModule):
     """A decoder-only language model.
 
     Args:
@@ -143,26 +142,12 @@ class GPTModel(LanguageModule):
             vp_stage=self.vp_stage,
         )
         if self.mtp_process:
-            self._build_mtp(mtp_block_spec)
+            self.mtp = build_mtp_block(self, mtp_block_spec)
         if self.post_process:
             self._build_output_layer()
 
     def _build_decoder(self, spec: Any, **options: Any) -> TransformerBlock:
         return TransformerBlock(self.config, spec, **options)
-
-    def _build_mtp(self, mtp_block_spec: Any) -> None:
-        if self.position_embedding_type == "learned_absolute" and not self.pre_process:
-            raise ValueError(
-                "further tokens are embedded on another stage than the first, which would need a copy "
-                "of the learned positions; use position_embedding_type 'rope' or 'none', or "
-                "pipeline_model_parallel_size 1"
-            )
-        self.mtp = MultiTokenPredictionBlock(
-            self.config,
-            mtp_block_spec,
-            vp_stage=self.vp_stage,
-            pg_collection=self.pg_collection,
-        )
 
     def _build_output_layer(self) -> None:
         # The two factors of deferred weight gradients, filled by backward, emptied by
@@ -265,39 +250,6 @@ class GPTModel(LanguageModule):
         )
 
     @accepts_left_out
-    def build_schedule_plan(
-        self,
-        input_ids: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        decoder_input: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        *,
-        runtime_gather_output: bool | None = None,
-        loss_mask: torch.Tensor | None = None,
-    ) -> TransformerModelChunkSchedulePlan:
-        """The same forward in nodes, for combined 1F1B. Computes nothing; arguments as `forward`.
-
-        Nodes call parts of layers. Forward hooks of a whole layer, or of the model, do not run. Raises
-        ValueError for a model that predicts further tokens: their layers have no nodes.
-        """
-        if self.config.mtp_num_layers is not None:
-            raise ValueError(
-                f"build_schedule_plan: mtp_num_layers is {self.config.mtp_num_layers}, and layers for "
-                "further tokens have no nodes; run the model's forward, or leave them out"
-            )
-        return TransformerModelChunkSchedulePlan(
-            self,
-            input_ids,
-            position_ids,
-            attention_mask,
-            decoder_input,
-            labels,
-            runtime_gather_output=runtime_gather_output,
-            loss_mask=loss_mask,
-        )
-
-    @accepts_left_out
     def _preprocess(
         self,
         input_ids: torch.Tensor | None,
@@ -353,15 +305,6 @@ class GPTModel(LanguageModule):
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
         self.check_labels(labels, loss_mask)
         return self.compute_language_model_loss(labels, logits)
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: the layers' weight gradients of the oldest microbatch owed.
-
-        Norms, biases, the embedding and the output layer have theirs from backward.
-        """
-        if self.mtp is not None:
-            self.mtp.backward_dw()
-        self.decoder.backward_dw()
 
     def _ranks_of_activations(self) -> int:
         """How many tensor-parallel ranks share the tokens of an activation."""

@@ -15,6 +15,7 @@ from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowPa
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.mlp import MLP, MLPSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.bench.counted_collectives import CountedCollective
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step import Seat, StepCase, make_groups, on_these_ranks
@@ -118,7 +119,7 @@ def _two_at_once(copy: Any, me: "Place", groups: list) -> list[torch.Tensor | No
     inputs = [me.value.clone().requires_grad_() for _ in groups]
     outputs = [copy(entered, group) for entered, group in zip(inputs, groups, strict=True)]
     for output in outputs:
-        dist.barrier()
+        meet()
         output.backward(me.grads[me.rank].clone())
     return [entered.grad for entered in inputs]
 
@@ -194,10 +195,10 @@ def _pass_through(
             "Backward starts at the output, and must find its way to your backward."
         )
     # A collective that only some ranks call must not meet one of the next call.
-    dist.barrier()
+    meet()
     given = grad.clone()
     output.backward(given)
-    dist.barrier()
+    meet()
     if not torch.equal(given, grad):
         raise Wrong(
             f"{where}: its backward changed grad_output\n"

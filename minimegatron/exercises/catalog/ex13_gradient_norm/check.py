@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.bench.feedback_numbers import check_numbers, told_apart
 from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
@@ -125,7 +126,7 @@ def _run_vector(student: ModuleType, case: Case) -> dict[str, Any]:
     groups = dist.group.WORLD if case.groups == 1 else list(_pairs())
     with all_sent_counted() as sent:
         norm = student.get_grad_norm_fp32(iter(mine), case.p, groups)
-    dist.barrier()
+    meet()
     _, mine = _pieces(case, dist.get_rank())
     alone = student.get_grad_norm_fp32(iter(mine), case.p, None)
     return {"norm": norm, "alone": alone, "sent": _plain(sent)}

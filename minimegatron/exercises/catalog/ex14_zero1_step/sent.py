@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.core import collectives
+from minimegatron.backend.works import SharedMemoryWork
 from minimegatron.core.tracing import Call, observed_by
 from minimegatron.exercises.bench.sent_bytes import BY_TORCH, all_sent_counted
 from minimegatron.exercises.check import Wrong, installed
@@ -52,20 +52,20 @@ class _Waits:
 @contextmanager
 def _waits_noted() -> Iterator[list[str]]:
     """Notes each wait for a collective inside the block, by whichever way."""
-    observer, wait, finish = _Waits(), dist.Work.wait, collectives._finish
+    observer = _Waits()
 
-    def noted_wait(work: Any, *arguments: Any, **options: Any) -> Any:
-        observer.found.append("torch")
-        return wait(work, *arguments, **options)
+    def noted(wait: Callable) -> Callable:
+        def noted_wait(work: Any, *arguments: Any, **options: Any) -> Any:
+            observer.found.append("torch")
+            return wait(work, *arguments, **options)
 
-    def noted_finish(work: Any, async_op: bool, name: str) -> Any:
-        observer.found += [] if async_op else [name]
-        return finish(work, async_op, name)
+        return noted_wait
 
     with ExitStack() as stack:
         stack.enter_context(observed_by(observer))
-        stack.enter_context(installed(noted_finish, "minimegatron.core.collectives._finish"))
-        stack.enter_context(installed(noted_wait, "torch.distributed.Work.wait"))
+        for handle in (dist.Work, SharedMemoryWork):  # of gloo and NCCL; over shared memory
+            path = f"{handle.__module__}.{handle.__name__}.wait"
+            stack.enter_context(installed(noted(handle.wait), path))
         yield observer.found
 
 

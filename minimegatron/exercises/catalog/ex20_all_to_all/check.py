@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.exercises.bench.apart import meet
 from minimegatron.exercises.bench.counted_collectives import Counter
 from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
@@ -141,7 +142,7 @@ def _backward(phase: Phase, output: torch.Tensor, grad: torch.Tensor, group: Any
         raise
     phase.end(group)
     # A rank that is done must not meet the others' next call.
-    dist.barrier()
+    meet()
 
 
 def _is_tensor(value: Any, shape: Sequence[int], what: str) -> None:
@@ -172,7 +173,7 @@ def _run_exchange(student: ModuleType, case: Case, group: Any, phase: Phase) -> 
             f"rank {rank}: all_to_all made {output.dtype} of {entered.dtype}; the dtype stays"
         )
     found = {"output": output.detach().clone(), "sent": _sent(counter)}
-    dist.barrier()
+    meet()
     # Another exchange, over another group maybe, before the backward of this one.
     student.all_to_all(dist.group.WORLD, torch.ones(WORLD, 1), [1] * WORLD, [1] * WORLD)
     _backward(phase, output, grads_of(case, rank), group)
@@ -279,7 +280,7 @@ def _run_layer(student: ModuleType, case: Case, group: Any, phase: Phase) -> dic
     _is_tensor(output, hidden.shape, "what combine returned")
     found |= {"sent": sent, "sent_back": _sent(counter), "output": output.detach().clone()}
     found |= {"before": before}
-    dist.barrier()
+    meet()
     _backward(phase, output, given.grad, group)
     gradients = {"of_hidden": hidden.grad, "of_probs": probs.grad}
     return found | gradients | {"of_experts": [expert.grad for expert in experts]}

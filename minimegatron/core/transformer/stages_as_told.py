@@ -1,0 +1,89 @@
+"""Layers of each stage where the configuration tells them: by a layout, or for first and last stage.
+
+Arithmetic only, torch-free. `layer_placement` asks here. Megatron has this in
+`transformer_block.get_num_layers_to_build`.
+"""
+
+from typing import Any
+
+from minimegatron.core.pipeline_parallel.orders import placement_of
+from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.transformer.enums import LayerType
+from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
+
+
+def decoder_layers_of_layout(layout: PipelineParallelLayerLayout, config: Any) -> list[int]:
+    """Decoder layers of each virtual stage, in model order. ValueError: not those of `config`."""
+    v = config.virtual_pipeline_model_parallel_size or 1
+    if layout.virtual_pipeline_model_parallel_size != v:
+        raise ValueError(
+            f"the pipeline layout has {layout.virtual_pipeline_model_parallel_size} chunks "
+            f"per rank but virtual_pipeline_model_parallel_size is {v}; make them equal"
+        )
+    stages = layers_of_layout(layout, LayerType.decoder)
+    if sum(stages) != config.num_layers:
+        raise ValueError(
+            f"the pipeline layout has {sum(stages)} decoder layers but num_layers is "
+            f"{config.num_layers}; change one of them"
+        )
+    return stages
+
+
+def layers_of_layout(layout: PipelineParallelLayerLayout, layer_type: LayerType) -> list[int]:
+    """Layers of that type of each virtual stage, in model order."""
+    places = map(layout.placement.place_of, range(layout.placement.num_stages))
+    return [
+        layout.get_num_layers_to_build(layer_type, vp_stage=chunk, pp_rank=rank)
+        for rank, chunk in places
+    ]
+
+
+def uneven_layers_of_ranks(config: Any) -> list[int]:
+    """Layers of each pipeline rank, all chunks together, where first or last rank has its own number.
+
+    Ranks come in the order of their first stages. Raises ValueError where the numbers do not fit.
+    """
+    _check_ranks_take_turns(placement_of(config))
+    if config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split:
+        raise ValueError(
+            "account_for_embedding/loss_in_pipeline_split and num_layers_in_first/last_"
+            "pipeline_stage both set the uneven stages; use one of the two"
+        )
+    num_layers, p = config.num_layers, config.pipeline_model_parallel_size
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
+    given = [number for number in (first, last) if number is not None]
+    middle = num_layers - sum(given)
+    num_middle = p - len(given)
+    if min(given) < 0 or middle < 0 or num_middle < 0:
+        raise ValueError(
+            f"num_layers_in_first/last_pipeline_stage {given} do not fit num_layers {num_layers} "
+            f"over {p} stages; their sum must be at most {num_layers}, and {len(given)} or more "
+            "stages are needed"
+        )
+    if middle % num_middle if num_middle else middle:
+        raise ValueError(
+            f"{middle} layers remain after num_layers_in_first/last_pipeline_stage {given}, not "
+            f"divisible over the {num_middle} other stages; change num_layers {num_layers} or "
+            "the first and last stages"
+        )
+    stages = [middle // num_middle] * num_middle if num_middle else []
+    if first is not None:
+        stages.insert(0, first)
+    if last is not None:
+        stages.append(last)
+    return stages
+
+
+def _check_ranks_take_turns(placement: Placement) -> None:
+    """Uneven numbers are those of whole ranks: the one that each turn begins with, or ends with."""
+    ranks = [placement.place_of(stage).rank for stage in range(placement.num_stages)]
+    if ranks != ranks[: placement.pp_size] * placement.num_model_chunks:
+        raise ValueError(
+            "num_layers_in_first/last_pipeline_stage is a number for all chunks of a rank, but with "
+            f"placement {placement.name} the rank of the first stage has the stages "
+            f"{sorted(placement.stages[placement.first_rank])}; use pipeline_model_parallel_layout, "
+            "which says it for each stage"
+        )
