@@ -170,7 +170,8 @@ def test_a_gathering_of_no_step_outlives_a_failed_one():
 
 def wait_for_the_receiver() -> str:
     """Rank 0 sends; rank 1 takes it after rank 0 has waited for that in vain."""
-    group, rank, said = new_group(1.0), dist.get_rank(), ""
+    group, rank, said = new_group(), dist.get_rank(), ""
+    group.set_timeout(timedelta(seconds=1))
     if rank == 0:
         work = dist.isend(torch.full((3,), 4.0), 1, group=group)
         assert work.wait()  # the message lies in shared memory

@@ -35,15 +35,18 @@ def run_over(kind: str, fn: Callable[..., Any], nprocs: int, *args: Any) -> list
 
 
 def group_over(
-    kind: str, ranks: Sequence[int] | None = None, timeout: timedelta = LONG
+    kind: str, ranks: Sequence[int] | None = None, seconds: float | None = None
 ) -> dist.ProcessGroup:
-    """A new group of this kind. Collective over the world."""
-    group = dist.new_group(ranks, timeout, "gloo" if kind == GLOO else "shm")
+    """A new group of this kind, whose waits end after `seconds`. Collective over the world."""
+    group = dist.new_group(ranks, LONG, "gloo" if kind == GLOO else "shm")
     if dist.get_rank() in (ranks or [dist.get_rank()]):
         assert group.name() == ("gloo" if kind == GLOO else "shm")
         assert (getattr(group, "mesh", None) is not None) == (kind == SHARED)
         # As `parallel_state` does: a first message over gloo waits for the other rank's connection.
         dist.all_reduce(torch.ones(1), group=group)
+    if seconds is not None:  # not before all have come, on a busy machine
+        gloo = group._get_backend(torch.device("cpu"))
+        gloo.options._timeout = timedelta(seconds=seconds)
     return group
 
 
