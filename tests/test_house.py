@@ -291,9 +291,9 @@ def test_no_import_cycles():
         visit(name)
 
 
-def test_others_come_to_local_host_by_its_door():
+def test_others_come_to_the_backend_by_its_door():
     """What its `__init__` names is all that the rest of the package uses of it."""
-    inside = "minimegatron.core.local_host."
+    inside = "minimegatron.backend."
     past = [
         f"{name} imports {other}"
         for name in modules()

@@ -15,10 +15,14 @@ from minimegatron.backend.connecting import get_timeout
 from minimegatron.backend.group import SharedMemoryGroup
 from minimegatron.backend.incoming import WireError
 from minimegatron.backend.registering import NAME, in_place_of, is_available
+from minimegatron.backend.torch_names import METHODS
+from minimegatron.backend.works import SharedMemoryWork
 
 __all__ = [
+    "METHODS",
     "NAME",
     "SharedMemoryGroup",
+    "SharedMemoryWork",
     "WireError",
     "get_timeout",
     "in_place_of",

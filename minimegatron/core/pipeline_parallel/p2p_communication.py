@@ -478,9 +478,10 @@ def _await(handle: Started) -> None:
         work.wait(*handle.limit) if wait is None else wait()
     except (RuntimeError, OSError) as error:
         doing = "sending" if message.is_send else "receiving"
+        what = f"{'an' if message.payload.startswith('a') else 'a'} {message.payload}"
         shape = message.shape if message.tensor is None else message.tensor.shape
         raise ConnectionError(
-            f"stage {handle.stage} lost stage {message.peer} while {doing} an {message.payload} of "
+            f"stage {handle.stage} lost stage {message.peer} while {doing} {what} of "
             f"shape {tuple(shape)}: {error}"
         ) from error
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from minimegatron.backend import SharedMemoryGroup
-from minimegatron.backend.torch_names import METHODS
+from minimegatron.backend import METHODS, SharedMemoryGroup
 
 MOVE_NOTHING = {
     *("abort", "shutdown", "set_timeout", "split_group", "monitored_barrier"),

@@ -85,7 +85,7 @@ def fill_all_channels(kind: str, limit: int) -> tuple[list[str], str]:
 def test_each_peer_has_room_for_each_payload(kind, limit):
     (sent, said), *_ = run_over(kind, fill_all_channels, 3, limit)
     assert len(sent) == 4 * limit
-    assert "stage 0 lost stage 2 while sending an gradient of shape (3, 2)" in said
+    assert "stage 0 lost stage 2 while sending a gradient of shape (3, 2)" in said
 
 
 def fill_in_two_steps(kind: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.backend.works import SharedMemoryWork
+from minimegatron.backend import SharedMemoryWork
 from minimegatron.core.tracing import Call, observed_by
 from minimegatron.exercises.bench.sent_bytes import BY_TORCH, all_sent_counted
 from minimegatron.exercises.check import Wrong, installed
