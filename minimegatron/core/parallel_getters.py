@@ -6,6 +6,7 @@ Counterpart: `megatron.core.parallel_state`, where they stand among the others. 
 
 import torch.distributed as dist
 
+from minimegatron.core import parallel_state
 from minimegatron.core.parallel_state import (
     get_global_ranks,
     get_group,
@@ -14,9 +15,7 @@ from minimegatron.core.parallel_state import (
     is_pipeline_first_stage,
     is_pipeline_last_stage,
     rank_of,
-    ranks_set_by_hand,
     size_of,
-    sizes_set_by_hand,
 )
 
 __all__ = [
@@ -222,48 +221,48 @@ def is_rank_in_position_embedding_group() -> bool:
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
     """What `get_tensor_model_parallel_world_size` returns; None: the size of the group."""
-    sizes_set_by_hand["tp"] = world_size
+    parallel_state.sizes_set_by_hand["tp"] = world_size
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """What `get_pipeline_model_parallel_world_size` returns; None: the size of the group."""
-    sizes_set_by_hand["pp"] = world_size
+    parallel_state.sizes_set_by_hand["pp"] = world_size
 
 
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
     """What `get_expert_model_parallel_world_size` returns; None: the size of the group."""
-    sizes_set_by_hand["ep"] = world_size
+    parallel_state.sizes_set_by_hand["ep"] = world_size
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
     """What `get_expert_tensor_parallel_world_size` returns; None: the size of the group."""
-    sizes_set_by_hand["expt_tp"] = world_size
+    parallel_state.sizes_set_by_hand["expt_tp"] = world_size
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
     """What `get_tensor_model_parallel_rank` returns; None: the place in the group."""
-    ranks_set_by_hand["tp"] = rank
+    parallel_state.ranks_set_by_hand["tp"] = rank
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     """What `get_pipeline_model_parallel_rank` returns; None: the place in the group."""
-    ranks_set_by_hand["pp"] = rank
+    parallel_state.ranks_set_by_hand["pp"] = rank
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
     """What `get_data_parallel_rank` returns, with context parallelism or not; None: the place in the
     group."""
-    ranks_set_by_hand["dp"] = ranks_set_by_hand["dp_cp"] = rank
+    parallel_state.ranks_set_by_hand["dp"] = parallel_state.ranks_set_by_hand["dp_cp"] = rank
 
 
 def set_expert_model_parallel_rank(rank: int | None) -> None:
     """What `get_expert_model_parallel_rank` returns; None: the place in the group."""
-    ranks_set_by_hand["ep"] = rank
+    parallel_state.ranks_set_by_hand["ep"] = rank
 
 
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
     """What `get_expert_tensor_parallel_rank` returns; None: the place in the group."""
-    ranks_set_by_hand["expt_tp"] = rank
+    parallel_state.ranks_set_by_hand["expt_tp"] = rank
 
 
 # -- Global ranks of peers, for calls that name a source or a destination --

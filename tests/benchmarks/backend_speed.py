@@ -1,12 +1,12 @@
 """The backend "shm" beside gloo: time of a collective or a message, by size and number of ranks.
 
 Run: python -m tests.benchmarks.backend_speed [--rounds 25]. Calls: `torch.distributed` over both
-backends, and `minimegatron.core.local_host`.
+backends, and the mesh below a group of ours.
 
 Ranks of one machine, float32, from 256 bytes to 4 MiB. The ways take turns in the same processes:
 
 - shm, gloo: the call of `torch.distributed`, on a group of that backend;
-- direct: what `minimegatron.core` calls today, without `torch.distributed` in between.
+- direct: the same without `torch.distributed` and the group's own methods in between.
 
 A turn is a run of calls between two barriers; its time is that of the rank that took longest, by call.
 Shown are medians over all rounds. The size of an all-gather is that of one rank's part. Each
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import minimegatron
 import minimegatron.backend
-from minimegatron.core.local_host import connect, get_mesh
+from minimegatron.backend.mesh import Mesh
 from tests.benchmarks import results
 
 SIZES = [256 * 4**power for power in range(8)]
@@ -49,23 +49,27 @@ def ways_to_all_reduce(groups: dict[str, dist.ProcessGroup], tensor: torch.Tenso
         name: lambda _, group=group: dist.all_reduce(tensor, group=group)
         for name, group in groups.items()
     }
-    mesh = get_mesh(groups[GLOO], tensor)
+    mesh, call = way_of(groups[SHM], "all_reduce", tensor, "MAX")
     if mesh is not None:
-        found[DIRECT] = lambda _: mesh.all_reduce(tensor, dist.ReduceOp.MAX).wait()
+        found[DIRECT] = lambda _: mesh.all_reduce(tensor, "MAX", call).wait()
     return found
+
+
+def way_of(group: dist.ProcessGroup, *call: object) -> tuple[Mesh | None, int]:
+    """What the group itself uses for a call; None where it leaves it to gloo."""
+    return group._way(*call)
 
 
 def ways_to_all_gather(groups: dict[str, dist.ProcessGroup], tensor: torch.Tensor) -> dict:
     """See `ways_to_all_reduce`."""
-    output = tensor.new_empty(dist.get_world_size() * tensor.numel())
-    parts = list(output.chunk(dist.get_world_size()))
+    parts = list(tensor.new_empty(dist.get_world_size(), tensor.numel()))
     found: dict[str, Way] = {
         name: lambda _, group=group: dist.all_gather(parts, tensor, group=group)
         for name, group in groups.items()
     }
-    mesh = get_mesh(groups[GLOO], tensor)
+    mesh, number = way_of(groups[SHM], "all_gather", tensor)
     if mesh is not None:
-        found[DIRECT] = lambda _: mesh.all_gather(output, tensor).wait()
+        found[DIRECT] = lambda _: mesh.all_gather(parts, tensor, number).wait()
     return found
 
 
@@ -76,15 +80,17 @@ def ways_to_broadcast(groups: dict[str, dist.ProcessGroup], tensor: torch.Tensor
         name: lambda call, group=group: dist.broadcast(tensor, call % size, group=group)
         for name, group in groups.items()
     }
-    mesh = get_mesh(groups[GLOO], tensor)
-    if mesh is not None:
-        found[DIRECT] = lambda call: mesh.broadcast(tensor, call % size)
+    numbers = [way_of(groups[SHM], "broadcast", tensor, "SUM", root) for root in range(size)]
+    if (mesh := numbers[0][0]) is not None:
+        found[DIRECT] = lambda call: mesh.broadcast(
+            tensor, call % size, numbers[call % size][1]
+        ).wait()
     return found
 
 
 def ways_to_send(groups: dict[str, dist.ProcessGroup], tensor: torch.Tensor) -> dict:
     """To the neighbour and back."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     peer, is_first = rank ^ 1, rank % 2 == 0
 
     def over(group: dist.ProcessGroup) -> Way:
@@ -99,17 +105,16 @@ def ways_to_send(groups: dict[str, dist.ProcessGroup], tensor: torch.Tensor) -> 
         return there_and_back
 
     found = {name: over(group) for name, group in groups.items()}
-    connected = connect(groups[GLOO], list(range(rank)), list(range(rank + 1, size)))
-    if connected is not None:
-        connection = (connected[0] | connected[1])[peer]
+    if (mesh := groups[SHM].mesh) is not None:
+        connection, lane = mesh.to[peer], 99  # no tag that a group uses
 
         def direct(_: int) -> None:
             if is_first:
-                connection.send(tensor)
-                connection.expect(tensor).wait()
+                connection.send(tensor, "direct", lane)
+                connection.expect(tensor, lane=lane).wait()
             else:
-                connection.expect(tensor).wait()
-                connection.send(tensor)
+                connection.expect(tensor, lane=lane).wait()
+                connection.send(tensor, "direct", lane)
 
         found[DIRECT] = direct
     return found
@@ -180,7 +185,7 @@ COLUMNS = {
 }
 NOTE = (
     "Noise: the gap between shm under two names, at least the typical one of the run; gloo within it "
-    "is a tie. Direct is left out where `minimegatron.core` leaves the tensor to gloo."
+    "is a tie. Direct is left out where the group leaves the tensor to gloo."
 )
 
 
@@ -221,7 +226,7 @@ def size_words(size: int) -> str:
 
 
 def claim_all(report: results.Report, rows: list[dict]) -> None:
-    """Against gloo for what is small, and against today's own way."""
+    """Against gloo for what is small, and against the way without `torch.distributed`."""
     small = [row for row in rows if row["bytes"] <= SMALL]
     for num_ranks in sorted({row["num_ranks"] for row in rows}):
         ratios = [row["to_gloo"] for row in small if row["num_ranks"] == num_ranks]
