@@ -1,6 +1,6 @@
 """Sizes, places and logging that also work where no process group has been made.
 
-Megatron has these in `megatron.core.utils`.
+Counterpart: these functions of `megatron.core.utils`.
 """
 
 import logging

@@ -115,8 +115,8 @@ def launch(
     `fn`, its arguments and its return values travel pickled, tensors by value. Functions at the top
     level of a module always can; with cloudpickle installed, those of a notebook's cell, closures and
     lambdas can too. `timeout` is in seconds, None for no limit. `backend` None
-    and `device` "auto" mean NCCL on GPUs where every rank can have one, else gloo. In gloo's place stands
-    `minimegatron.backend`, which has gloo inside.
+    and `device` "auto" mean NCCL on GPUs where every rank can have one, else gloo. In gloo's place
+    stands `minimegatron.backend`, which has gloo inside.
 
     With `hang_timeout`, in seconds, every rank keeps a record of its calls, and when no rank has
     begun or ended a call for so long, the launch ends with a diagnosis (`minimegatron.doctor`). It

@@ -280,8 +280,10 @@ def test_interrupting_a_stuck_cell_leaves_no_process_behind(notebook, tmp_path):
     ranks_before = notebook.run("%px import os; os.getpid()")
     begun = tmp_path / "begun"
     cell = (
-        f"%%px\nimport pathlib\npathlib.Path({str(begun)!r}).touch()\n"
-        "if rank == 0: dist.recv(torch.empty(1), src=1)"
+        # A wait over shared memory would end: gloo's does not.
+        f"%%px\nimport pathlib\nover_gloo = dist.new_group(backend='gloo')\n"
+        f"pathlib.Path({str(begun)!r}).touch()\n"
+        "if rank == 0: dist.recv(torch.empty(1), src=1, group=over_gloo)"
     )
     shown = notebook.interrupted(cell, begun)
     assert "Rank 0 waits for it" in shown and "Fresh ranks" in shown

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from minimegatron.training import initialize
+from minimegatron.training import initialize, process_group
 from minimegatron.training.arguments import parse_args
 from tests.figures import figure
 from tests.training.bad_configs import BAD_CONFIGS, GOOD, BadConfig
@@ -74,8 +74,8 @@ def test_refused(row, monkeypatch, capfd, tmp_path):
 
 def test_only_rank_0_speaks(monkeypatch, capfd):
     slept = []
-    monkeypatch.setattr(initialize.time, "sleep", slept.append)
-    monkeypatch.setattr(initialize.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process_group.time, "sleep", slept.append)
+    monkeypatch.setattr(process_group.signal, "signal", lambda *_: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run of torchrun's")
     assert run_main(monkeypatch, ["--num-layers", "-1"], rank=1, world_size=2) == 2
     assert capfd.readouterr() == ("", "")
