@@ -105,9 +105,9 @@ ROOMS = {
 }
 
 
-TIMED = {"wait_until_taken"}
-"""Functions that a rank enters only when its neighbour is late. All their lines count as executed, so
-that no figure depends on it."""
+TIMED = {"wait_until_taken", "_make_room", "_handle"}
+"""Functions of which a rank runs some lines only when its neighbour is late, or is not. All their lines
+count as executed, so that no figure depends on it. The last two are the communicator's."""
 
 
 def is_in_room(file: str) -> bool:
@@ -175,10 +175,14 @@ class Records:
             self.everything.add(rank.run)
             for step in rank.steps:
                 self.steps.add(step)
-        # By run, rank and step.
+        # By run, rank and step. A stage makes room for a message where its neighbour is late.
         self.calls = {
             name: [
-                [without_turns(step.calls, is_in_room) for step in rank.steps] for rank in of_run
+                [
+                    without_turns(without(step.calls, "P2PCommunicator._make_room"), is_in_room)
+                    for step in rank.steps
+                ]
+                for rank in of_run
             ]
             for name, of_run in ranks.items()
         }
@@ -237,10 +241,7 @@ def outside(record: Record) -> list[str]:
 
 SCHEDULE = "forward_backward_pipelining_without_interleaving"
 WALKS: dict[str, Callable[[Calls], Iterator[Calls]]] = {
-    # A stage makes room where its neighbour is late.
-    "send_forward to the wire": lambda calls: ways_to_wire(
-        without(calls, "P2PCommunicator._make_room"), "P2PCommunicator.send_forward"
-    ),
+    "send_forward to the wire": lambda calls: ways_to_wire(calls, "P2PCommunicator.send_forward"),
     # Up to its return: the tensor itself lies in the memory that is shared.
     "recv_forward, its message from the wire": lambda calls: extents_with_receive(
         calls, "P2PCommunicator.recv_forward"

@@ -49,7 +49,7 @@ MORE_LINES_OF_ROOMS = 20
 MORE_WITH_ROOMS = 0.05
 
 CAPS = {
-    "spine: lines executed": 5286,
+    "spine: lines executed": 5287,
     "spine: lines of branches never taken": 1010,
     "spine: lines of functions never entered": 856,
     "spine: lines outside functions": 1817,
@@ -152,8 +152,9 @@ def test_rooms_are_few_and_each_is_entered(records):
         assert entered, f"no plain step enters the room {name!r}; take it off the list"
 
 
-def test_the_functions_that_depend_on_time_are_in_rooms():
-    source = "".join((PACKAGE / file).read_text() for file in room_files())
+def test_the_functions_that_depend_on_time_are_in_rooms_or_send():
+    files = [*room_files(), "core/pipeline_parallel/p2p_communication.py"]
+    source = "".join((PACKAGE / file).read_text() for file in files)
     assert not [name for name in TIMED if f"def {name}(" not in source]
 
 
