@@ -106,8 +106,8 @@ ROOMS = {
 
 
 TIMED = {"wait_until_taken", "_make_room", "_handle"}
-"""Functions of which a rank runs some lines only when its neighbour is late, or is not. All their lines
-count as executed, so that no figure depends on it. The last two are the communicator's."""
+"""Functions with lines that depend on when a neighbour comes. All their lines count as executed, so
+that no figure depends on it. The last two are the communicator's."""
 
 
 def is_in_room(file: str) -> bool:

@@ -83,7 +83,7 @@ class StepMethods:
         return self._num_lanes - 1
 
     def all_gather_of_no_step(
-        self, output: torch.Tensor, input: torch.Tensor, lane: int
+        self, output: torch.Tensor, input: torch.Tensor, lane: int, async_op: bool = True
     ) -> dist.Work:
         """Concatenates all inputs in `output`, a contiguous tensor; a failed step does not end it.
 
@@ -92,6 +92,10 @@ class StepMethods:
         """
         mesh, call = self._way("all_gather", input)
         if mesh is None:
-            return self.all_gather_single(output, input)
-        places = list(output.detach().view(self.size(), *input.shape))
-        return mesh.all_gather_of_no_step(places, input, lane, call).giving([output])
+            work = self.all_gather_single(output, input)
+        else:
+            places = list(output.detach().view(self.size(), *input.shape))
+            work = mesh.all_gather_of_no_step(places, input, lane, call).giving([output])
+        if not async_op:
+            work.wait()
+        return work

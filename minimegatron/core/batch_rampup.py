@@ -1,6 +1,6 @@
 """A global batch that grows: its size after so many samples.
 
-Torch-free. Megatron has this in `RampupBatchsizeNumMicroBatchesCalculator`, of which it is a base here.
+Torch-free. Megatron has this in `RampupBatchsizeNumMicroBatchesCalculator`, which inherits it here.
 """
 
 import logging

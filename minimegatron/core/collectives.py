@@ -163,7 +163,7 @@ def all_gather(
     if lane is None:
         work = _all_gather(output, input.contiguous(), group, async_op)
     else:
-        work = group.all_gather_of_no_step(output, input, lane)
+        work = group.all_gather_of_no_step(output, input, lane, async_op)
     return Pending(work, "all-gather") if async_op else None
 
 

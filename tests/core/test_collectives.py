@@ -319,10 +319,12 @@ def lanes_and_tags(kind: str) -> tuple[list[int | None], list[float]]:
     group, outputs = group_over(kind), []
     lanes = [collectives.new_lane(group) for _ in range(2)]
     assert collectives.is_tagged(group)
-    for lane in lanes:
+    for lane, is_async in zip(lanes, (True, False), strict=True):
         output = torch.empty(2)
         mine = torch.tensor([float(dist.get_rank())])
-        collectives.all_gather(output, mine, group, async_op=True, lane=lane).wait()
+        handle = collectives.all_gather(output, mine, group, async_op=is_async, lane=lane)
+        if is_async:
+            handle.wait()
         outputs += output.tolist()
     collectives.meet([group])
     return lanes, outputs
