@@ -1,5 +1,6 @@
 """Ranks that return, raise, die and hang, and what is left of them: nothing."""
 
+import ctypes
 import importlib.machinery
 import multiprocessing.spawn
 import os
@@ -46,6 +47,8 @@ def end_on(rank: int, how: str) -> None:
     if dist.get_rank() == rank:
         if how == "exit":
             os._exit(7)
+        if how == "bad access":
+            ctypes.string_at(8)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
@@ -122,6 +125,17 @@ def test_a_rank_that_dies_is_named_with_its_end(how, fate):
     assert str(caught.value).startswith("rank 2 of 3 ")
     assert fate in str(caught.value)
     assert caught.value.ranks[0] == 2
+
+
+def test_a_rank_that_a_bad_access_ends_tells_where_it_was():
+    with pytest.raises(RankError) as caught:
+        run_ranks(end_on, 3, 2, "bad access")
+    first, *rest = str(caught.value).splitlines()
+    assert first == "rank 2 of 3 was killed by SIGSEGV"
+    where = "\n".join(rest)
+    assert where.startswith("Fatal Python error: Segmentation fault")
+    assert "in string_at" in where and "in end_on" in where and "Extension modules" not in where
+    assert "_die_with_parent" not in where
 
 
 def test_a_hang_names_the_ranks_shows_their_stacks_and_leaves_nothing(tmp_path):

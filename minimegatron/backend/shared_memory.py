@@ -16,10 +16,15 @@ import weakref
 
 PAGE_BYTES = mmap.PAGESIZE
 
-Piece = ctypes.Array
-"""Bytes of the file that this process has mapped; unmapped when nobody uses them any more."""
+Piece = mmap.mmap
+"""Bytes of the file that this process has mapped; unmapped when nobody uses them any more.
 
-_MAP_POPULATE = 0x8000
+Not by a finalizer: where a piece is part of a cycle that the garbage collector takes, finalizers run
+in any order, and one of them may free a slot, which writes into a piece. Python unmaps an `mmap` when
+it frees the object itself, and that is after all of them.
+"""
+
+_MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000
 _MADV_REMOVE = 9
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,19 +51,15 @@ def map_piece(descriptor: int, offset: int, num_bytes: int) -> Piece:
 
     Raises OSError, for example where the process may map no more.
     """
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_POPULATE
-    address = _mmap(None, num_bytes, access, flags, descriptor, offset)
-    if address == _FAILED:
+    # Room first, which Python owns, and then the file in its place.
+    room = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
+    if _mmap(address, num_bytes, access, flags, descriptor, offset) == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"{os.strerror(number)}: mapping {num_bytes} bytes of shared memory")
-    piece = (ctypes.c_char * num_bytes).from_address(address)
-    unmap = weakref.finalize(piece, _unmap, address, num_bytes)
-    unmap.atexit = False  # a tensor may still be read while Python ends
-    return piece
-
-
-def _unmap(address: int, num_bytes: int) -> None:
-    _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
+    return room
 
 
 class Arena:
@@ -79,5 +80,4 @@ class Arena:
     @staticmethod
     def give_back(piece: Piece) -> None:
         """Returns a piece's memory to the system. Nobody may read or write it from now on."""
-        address = ctypes.c_void_p(ctypes.addressof(piece))
-        _libc.madvise(address, ctypes.c_size_t(len(piece)), _MADV_REMOVE)
+        piece.madvise(_MADV_REMOVE)

@@ -18,7 +18,7 @@ import torch
 from minimegatron.backend.shared_memory import PAGE_BYTES, Arena, Piece, map_piece
 
 _MAX_LOOKS = 16
-_FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
+_FREE, _SENT, _LENT = 0, 1, 2
 
 
 # -- The sender's side --

@@ -148,6 +148,12 @@ def read_stacks(pids: Mapping[int, int], files: Mapping[int, Path]) -> dict[int,
     return {rank: without_own_threads(text) for rank, text in stacks.items()}
 
 
+def read_last_words(file: Path) -> str:
+    """Where the rank was when a bad access to memory ended it; "" if none did. See `offer_stacks`."""
+    _, fatal, stacks = _text(file).rpartition("Fatal Python error")
+    return without_own_threads(f"{fatal}{stacks}".partition("Extension modules:")[0])
+
+
 def without_own_threads(stacks: str) -> str:
     """The threads' stacks but those of the threads that this package starts in every rank."""
     threads = [

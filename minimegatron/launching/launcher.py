@@ -41,7 +41,12 @@ from minimegatron.doctor.flight_recorder import turn_on_recorder
 from minimegatron.doctor.folders import keep_sockets, make_folder, remove_folder
 from minimegatron.doctor.inquiry import offer_answers
 from minimegatron.doctor.observer import start_recording
-from minimegatron.doctor.processes import STACK_SIGNAL, offer_stacks, read_stacks
+from minimegatron.doctor.processes import (
+    STACK_SIGNAL,
+    offer_stacks,
+    read_last_words,
+    read_stacks,
+)
 from minimegatron.doctor.records import RAISED, RETURNED, RUNNING
 from minimegatron.doctor.shared_record import ROOM_PER_RANK, RecordWriter
 from minimegatron.doctor.situation import HIDDEN, OVER, WAITING
@@ -329,7 +334,10 @@ class RankProcesses:
             self._raised, key=lambda r: (self._raised[r].is_consequence, self._raised[r].at)
         )
         ranks = died + raised
-        lines = [f"rank {rank} of {self.nprocs} {_fate(self._died[rank])}" for rank in died]
+        lines = []
+        for rank in died:
+            lines.append(f"rank {rank} of {self.nprocs} {_fate(self._died[rank])}")
+            lines += filter(None, [read_last_words(stack_path(self._folder, rank))])
         shown = raised if not died else []
         for rank in shown[:1]:
             lines.append(f"rank {rank} of {self.nprocs} raised {self._raised[rank].summary}")
@@ -429,7 +437,9 @@ def _rank_main(seat: _Seat, job: PackedCall, channel: connection.Connection) -> 
     torch.set_num_threads(1)
     keep_printing()
     with contextlib.ExitStack() as offered:
-        offered.enter_context(offer_stacks(stack_path(folder, seat.rank)))
+        stack_file = offered.enter_context(offer_stacks(stack_path(folder, seat.rank)))
+        faulthandler.enable(stack_file)  # a bad access to memory tells where it was
+        offered.callback(faulthandler.disable)
         if seat.is_watched:
             turn_on_recorder(os.environ)
             offered.enter_context(offer_answers(folder, seat.rank))

@@ -3,18 +3,20 @@
 Most tests have both ends in one process.
 """
 
+import gc
 import os
 import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend.channels import LENT, Connection, PendingReceive, Sent
+from minimegatron.backend.channels import IN_PLACE, LENT, Connection, PendingReceive, Sent
 from minimegatron.backend.epochs import next_part
 from minimegatron.backend.handshake import Met
 from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP, WireError
@@ -296,3 +298,28 @@ def test_what_waits_for_a_full_socket_is_not_overtaken():
             time.sleep(0.01)
         assert not sender._writer.later
     assert 1000 < waited < number
+
+
+# -- What is left over when nobody has a connection any more --
+
+
+def leave_what_is_held_to_the_collector() -> bool:
+    """A receive that uses its slot, and all the memory of its connection, become garbage together."""
+    sender, receiver = both_ends()
+    send_value(sender, 5.0, 1)
+    held = receiver.expect(torch.empty(3), IN_PLACE, 1)
+    seen = held.wait() and held.tensor.tolist() == [5.0] * 3
+    marks = weakref.ref(receiver._incoming.slots._marks[0])
+    held.tensor.cycle = [held, receiver._incoming]
+    receiver.close()
+    held = receiver = None
+    assert marks() is not None
+    gc.collect()
+    assert marks() is None
+    return seen
+
+
+@needs_shared_memory
+def test_a_slot_is_freed_before_its_memory_goes():
+    """In a process of its own, since one that writes to memory that has gone is ended."""
+    assert run_case(leave_what_is_held_to_the_collector, 1) == [True]
