@@ -10,6 +10,7 @@ wakes two threads in turn. Here a message is a *slot* of memory that both proces
 2. The receiver, asleep until that socket has something, wakes. It uses the slot itself as its tensor,
    if it uses no other slot of that channel, and copies it out otherwise. So the shared memory of a
    channel has one message in use, and those under way; what a stage keeps for its backward is its own.
+   Of large messages, a few may be in use (`slots`).
 3. The receiver marks the slot, as lent while it is in use, then as free. The sender sees that
    without a message.
 
@@ -153,10 +154,13 @@ class Connection:
         if self._has_abandoned:
             self._has_abandoned = False
             with contextlib.suppress(OSError):
-                self._write(BEGUN)
-        with reader.lock:  # whoever waits for a peer that has gone is told
-            self.read()
-            self._drop_old()
+                self._tell(BEGUN)
+            with reader.lock:
+                if self.read():
+                    reader.ring()
+        if any(self._incoming.messages.values()):
+            with reader.lock:
+                self._drop_old()
 
     def end_step(self) -> None:
         """From here on messages belong to no step. What the step expected may still be waited for."""
@@ -172,7 +176,7 @@ class Connection:
         self._give_up(self.epoch, self.epoch)
         text = reason.encode(errors="replace")[:_MAX_REASON]
         with contextlib.suppress(OSError):
-            self._write(ABANDONED, len(text), text=text)
+            self._tell(ABANDONED, text)
         self.epoch += 1
         self._has_abandoned = True
 
@@ -206,34 +210,32 @@ class Connection:
         A channel says whose slots are used, a lane what the message is taken for, `call` what the
         peer must expect. Raises WireError if the peer has gone.
         """
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = tensor.nbytes
         with self._sending:
             slot, retired = self._slots[channel].take(num_bytes)
             slot.fill(tensor)
             place = (slot.offset, len(slot.piece), slot.mark_place, retired)
-            self._write(MESSAGE, num_bytes, place, lane, call)
+            now = time.monotonic()
+            self._put(HEADER.pack(MESSAGE, lane, self.epoch, call, num_bytes, *place, now))
             return Sent(self, slot)
 
-    def _write(
-        self,
-        kind: int,
-        number: int = 0,
-        place: tuple[int, int, int, int] = (0, 0, 0, 0),
-        lane: int = STEPS,
-        call: int = 0,
-        text: bytes = b"",
-    ) -> None:
-        data = HEADER.pack(kind, lane, self.epoch, call, number, *place, time.monotonic()) + text
+    def _tell(self, kind: int, text: bytes = b"") -> None:
+        """News of this rank's steps."""
+        place, now = (0, 0, 0, 0), time.monotonic()
         with self._sending:
-            try:
-                # Unless something that was written earlier still waits for the socket.
-                num_sent = 0 if self._writer.later else self._socket.send(data, self._flags)
-            except BlockingIOError:
-                num_sent = 0
-            except OSError as error:
-                raise WireError(f"rank {self.peer} of the group has gone: {error}") from error
-            if num_sent < len(data):
-                self._writer.write(data[num_sent:])
+            self._put(HEADER.pack(kind, STEPS, self.epoch, 0, len(text), *place, now) + text)
+
+    def _put(self, data: bytes) -> None:
+        """Writes to the socket. Call it with `_sending` held."""
+        try:
+            # Unless something that was written earlier still waits for the socket.
+            num_sent = 0 if self._writer.later else self._socket.send(data, self._flags)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError as error:
+            raise WireError(f"rank {self.peer} of the group has gone: {error}") from error
+        if num_sent < len(data):
+            self._writer.write(data[num_sent:])
 
     def wait_until_taken(self, sent: Sent) -> None:
         """See `Sent.wait`. The receiver sends nothing when it takes a message, so this one looks."""
@@ -269,15 +271,21 @@ class Connection:
                     self._settle(lane)
         return arrival
 
-    def read(self) -> None:
-        """Takes what has come, and waits for nothing. Call it with `reader.lock` held."""
+    def read(self) -> bool:
+        """Takes what has come, and waits for nothing. Call it with `reader.lock` held.
+
+        Returns whether something has come: then whoever else waits must look again (`Reader.ring`).
+        """
+        has_come = False
         # What a thread has received without the lock must be taken before what follows it.
         while self.is_open and reader.reading is not self:
             part = self.receive(socket.MSG_DONTWAIT)
             if part is not None:
+                has_come = True
                 self.take(part)
             if part is None or len(part) < _READ_BYTES:
                 break
+        return has_come
 
     def receive(self, flags: int = 0) -> bytes | None:
         """Reads from the socket: None if nothing has come, b"" if nothing more will.
@@ -319,9 +327,13 @@ class Connection:
 
     def complete(self, arrival: "PendingReceive", deadline: float | None = None) -> None:
         """Waits until a message was taken for `arrival`, the group's time-out long or to `deadline`."""
+        with reader.lock:
+            if self.read():
+                reader.ring()
+        if arrival.is_done:  # it had come before
+            return
         if deadline is None:
             deadline = time.monotonic() + self.timeout
-
         try:
             if not reader.wait(partial(self._has_come, arrival), deadline, self):
                 raise WireError(self._nothing_came())
@@ -452,13 +464,13 @@ class PendingReceive:
         self.sent_at, self.is_done = message.sent_at, True
         try:
             slot = incoming.slots.get(message.offset, message.slot_bytes, message.mark_place)
-            wanted = tensor.numel() * tensor.element_size()
+            wanted = tensor.nbytes
             if num_bytes != wanted or message.call != self.call:
                 slot.free()
                 self.other = message
             elif self._how == IN_PLACE:
                 self.tensor, self._held = slot.view(tensor), _Held(slot)
-            elif self._how == LENT and slot.may_be_lent() and tensor.is_cpu and wanted > 0:
+            elif self._how == LENT and slot.may_be_lent(wanted) and tensor.is_cpu and wanted > 0:
                 tensor.data = slot.lend(wanted, tensor.dtype).view(tensor.shape)
             elif tensor.is_inference():  # the thread that takes it need not be in that mode
                 with torch.inference_mode():

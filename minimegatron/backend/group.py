@@ -28,7 +28,7 @@ from minimegatron.backend.checks import (
 from minimegatron.backend.connecting import connect
 from minimegatron.backend.gloo_inside import Begun, GlooInside, make_gloo, seconds_of
 from minimegatron.backend.mesh import Mesh, check_op
-from minimegatron.backend.step_methods import StepMethods
+from minimegatron.backend.step_methods import NOTHING, StepMethods
 from minimegatron.backend.torch_names import with_torch_names
 from minimegatron.backend.works import SharedMemoryWork, Works
 
@@ -40,7 +40,6 @@ MAX_CONNECTED = 32
 """Larger groups share no memory at all: each rank has a socket and a file for each other."""
 
 _MOST_WAYS = 1024
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 Tensors = list[torch.Tensor]
 
 
@@ -396,19 +395,21 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Sends the tensor; it may be changed at once."""
-        tensor, peer = check_one(tensors), check_root(dst, self._size, self._rank)
-        if self.mesh is None or self._is_closed:
-            self._check_open()
-            return self._inside.send(tensor, peer, self.tag_in_step(tag))
-        return self.mesh.send(tensor, peer, tag)
+        tensor, mesh = check_one(tensors), self.mesh
+        if mesh is not None and dst in mesh.to and not self._is_closed:
+            return mesh.send(tensor, dst, tag)
+        check_root(dst, self._size, self._rank)
+        self._check_open()
+        return self._inside.send(tensor, dst, self.tag_in_step(tag))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Receives into the tensor."""
-        tensor, peer = check_one(tensors), check_root(src, self._size, self._rank)
-        if self.mesh is None or self._is_closed:
-            self._check_open()
-            return self._inside.receive(tensor, peer, self.tag_in_step(tag))
-        return self.mesh.receive(tensor, peer, tag)
+        tensor, mesh = check_one(tensors), self.mesh
+        if mesh is not None and src in mesh.to and not self._is_closed:
+            return mesh.receive(tensor, src, tag)
+        check_root(src, self._size, self._rank)
+        self._check_open()
+        return self._inside.receive(tensor, src, self.tag_in_step(tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receives into the tensor what any rank sends; the work's `_source_rank` says which."""
@@ -422,7 +423,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         """Is done once all ranks have called it."""
         if self._size == 1:
             return SharedMemoryWork([])
-        mesh, call = self._way("barrier", _NOTHING)
+        mesh, call = self._way("barrier", NOTHING)
         if mesh:
             return mesh.barrier(call)
         return self._gloo_for(opts).barrier()

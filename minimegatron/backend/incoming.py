@@ -16,6 +16,7 @@ FIRST_LANE_OF_NO_STEP = 1 << 31
 HEADER = struct.Struct("=BIQQQQQQQd")
 MESSAGE, ABANDONED, BEGUN = 1, 2, 3
 _HEADER_BYTES = HEADER.size
+_new_tuple = tuple.__new__  # half the time of `Header._make`, which checks the length too
 
 
 class WireError(ConnectionError, RuntimeError):
@@ -69,7 +70,7 @@ class Incoming:
             self.has_ended = True
         unread = self._unread + part if self._unread else part
         while len(unread) >= _HEADER_BYTES:
-            header = Header._make(HEADER.unpack_from(unread))
+            header = _new_tuple(Header, HEADER.unpack_from(unread))
             lane, num_bytes = header.lane, _HEADER_BYTES
             if header.kind == MESSAGE:
                 if header.retired:

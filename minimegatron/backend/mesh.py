@@ -166,6 +166,22 @@ class Mesh:
             [], [self.to[peer].expect(nothing, call=call) for peer in self.peers]
         )
 
+    def meet(self, call: int) -> None:
+        """Returns once all ranks have called it.
+
+        The last rank tells the one before it, and so on, until rank 0 knows of all and tells them. A
+        pipeline's ranks come in this order, so that rank 0, which comes last, need hear from one alone.
+        """
+        nothing = torch.empty(0)
+        if self.rank + 1 in self.to:
+            self.to[self.rank + 1].expect(nothing, call=call).wait()
+        if self.rank > 0:
+            self.to[self.rank - 1].send(nothing, call=call)
+            self.to[0].expect(nothing, call=call).wait()
+        else:
+            for peer in reversed(self.peers):
+                self.to[peer].send(nothing, call=call)
+
     def compare(self, value: int, call: int) -> list[PendingReceive]:
         """Tells all ranks a number, in the order of the collectives; what they tell in the same way."""
         for peer in self.peers:
@@ -197,9 +213,12 @@ class Mesh:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
         """Sends `tensor` to one rank; the n-th message with a tag is for the n-th receive with it."""
-        sent = self.to[peer].send(tensor, tag % _NUM_CHANNELS, lane_of(tag))
-        self._ahead[peer].note(sent, tensor)
-        return SentWork(tensor, sent, self._ahead[peer].make_room)
+        sent, ahead = (
+            self.to[peer].send(tensor, tag % _NUM_CHANNELS, lane_of(tag)),
+            self._ahead[peer],
+        )
+        ahead.note(sent, tensor)
+        return SentWork(sent, ahead.make_room)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
         """Receives from one rank."""
@@ -238,23 +257,23 @@ class _Ahead:
 
     def __init__(self):
         self._sents: deque[tuple[Sent, int]] = deque()
-        self._num_bytes = 0
 
     def note(self, sent: Sent, tensor: torch.Tensor) -> None:
-        num_bytes = tensor.numel() * tensor.element_size()
-        with reader.lock:  # several threads may send
-            self._sents.append((sent, num_bytes))
-            self._num_bytes += num_bytes
-            if self._is_full():  # whoever sends need not wait for what was sent
-                self._drop_taken()
+        self._sents.append((sent, tensor.nbytes))  # in one go: several threads may send
+        if len(self._sents) > MOST_MESSAGES_AHEAD:  # whoever sends need not wait for what was sent
+            with reader.lock:
+                self._drop_taken(2)
 
-    def _drop_taken(self) -> None:
-        while self._sents and self._sents[0][0].is_taken():
-            self._num_bytes -= self._sents.popleft()[1]
+    def _drop_taken(self, most: int | None = None) -> None:
+        """The oldest ones that are; `most` of them, so that no message waits for a long list."""
+        for _ in range(len(self._sents) if most is None else most):
+            if not (self._sents and self._sents[0][0].is_taken()):
+                break
+            self._sents.popleft()
 
     def make_room(self) -> None:
         """Waits while more than that is not taken. Raises WireError, as `Sent.wait`."""
-        while self._is_full():
+        while True:
             with reader.lock:
                 self._drop_taken()
                 oldest = self._sents[0][0] if len(self._sents) > 1 and self._is_full() else None
@@ -263,7 +282,8 @@ class _Ahead:
             oldest.wait()
 
     def _is_full(self) -> bool:
-        return self._num_bytes > MOST_BYTES_AHEAD or len(self._sents) > MOST_MESSAGES_AHEAD
+        num_bytes = sum(num for _, num in tuple(self._sents))
+        return num_bytes > MOST_BYTES_AHEAD or len(self._sents) > MOST_MESSAGES_AHEAD
 
 
 def lane_of(tag: int) -> int:

@@ -17,6 +17,9 @@ import torch
 
 from minimegatron.backend.shared_memory import PAGE_BYTES, Arena, Piece, map_piece
 
+LARGE, MOST_LARGE_LENT = 1 << 20, 4
+"""One message of a channel may be lent at a time, and so many of this size in bytes, which take long to
+copy. What else a receiver keeps is its own memory."""
 _MAX_LOOKS = 16
 _FREE, _SENT, _LENT = 0, 1, 2
 
@@ -38,9 +41,6 @@ class Slot:
     """How many messages this slot has carried: tells a later one from an earlier one."""
     shaped: torch.Tensor | None = None
     """The slot as the tensor it carried last: most messages have the shape of the one before."""
-
-    def is_free(self) -> bool:
-        return self.marks[self.mark_at] == _FREE
 
     def is_taken(self) -> bool:
         return self.marks[self.mark_at] != _SENT
@@ -79,7 +79,7 @@ class Slots:
         for _ in range(min(len(self.slots), _MAX_LOOKS)):
             slot = self.slots[0]
             self.slots.rotate(-1)
-            if slot.is_free():
+            if slot.marks[slot.mark_at] == _FREE:
                 if len(slot.piece) >= num_bytes:
                     return slot, 0
                 old = slot
@@ -106,11 +106,10 @@ class Slots:
 
 
 class TheirSlot:
-    """A slot of the peer's, mapped here. `lent` has, by its page of marks, each slot that is lent."""
+    """A slot of the peer's, mapped here. `lent` has those of its channel that are lent, by mark."""
 
-    def __init__(self, piece: Piece, marks: Piece, mark_place: int, lent: dict[int, weakref.ref]):
-        self.piece, self._marks, self._lent = piece, marks, lent
-        self._page, self._mark_at = divmod(mark_place, PAGE_BYTES)
+    def __init__(self, piece: Piece, marks: Piece, mark_at: int, lent: dict[int, weakref.ref]):
+        self.piece, self._marks, self._mark_at, self._lent = piece, marks, mark_at, lent
         self.shaped: torch.Tensor | None = None
 
     view = Slot.view
@@ -119,22 +118,22 @@ class TheirSlot:
         """The sender may use the slot again."""
         self._marks[self._mark_at] = _FREE
 
-    def may_be_lent(self) -> bool:
-        """One slot per channel may: a page of marks belongs to one channel."""
-        return self._page not in self._lent
+    def may_be_lent(self, num_bytes: int) -> bool:
+        """Whether the channel has not lent enough already: a page of marks belongs to one channel."""
+        return len(self._lent) < (MOST_LARGE_LENT if num_bytes >= LARGE else 1)
 
     def lend(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """The slot as a tensor that owns it: the slot is free once nobody has the tensor any more."""
-        memory, lent, page = memoryview(self.piece)[:num_bytes], self._lent, self._page
+        memory, lent, at = memoryview(self.piece)[:num_bytes], self._lent, self._mark_at
         owner = os.getpid()
 
         def give_back(_: weakref.ref) -> None:
             if os.getpid() == owner:  # a process that was forked meanwhile has a tensor too
-                lent.pop(page, None)
+                lent.pop(at, None)
                 self.free()
 
-        self._marks[self._mark_at] = _LENT
-        lent[page] = weakref.ref(memory, give_back)  # the tensor's storage keeps `memory` alive
+        self._marks[at] = _LENT
+        lent[at] = weakref.ref(memory, give_back)  # the tensor's storage keeps `memory` alive
         return torch.frombuffer(memory, dtype=dtype)
 
 
@@ -144,19 +143,21 @@ class TheirSlots:
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
         self._slots: dict[int, TheirSlot] = {}
-        self._lent: dict[int, weakref.ref] = {}
-        self._marks: dict[int, Piece] = {}
+        # By page: the marks, and what is lent of that channel.
+        self._pages: dict[int, tuple[Piece, dict[int, weakref.ref]]] = {}
         weakref.finalize(self, os.close, descriptor)
 
     def get(self, offset: int, num_bytes: int, mark_place: int) -> TheirSlot:
         """The slot at `offset` of the peer's file."""
         slot = self._slots.get(offset)
         if slot is None:
-            page = mark_place - mark_place % PAGE_BYTES
-            if page not in self._marks:
-                self._marks[page] = map_piece(self._descriptor, page, PAGE_BYTES)
+            at = mark_place % PAGE_BYTES
+            page = mark_place - at
+            if page not in self._pages:
+                self._pages[page] = map_piece(self._descriptor, page, PAGE_BYTES), {}
+            marks, lent = self._pages[page]
             piece = map_piece(self._descriptor, offset, num_bytes)
-            slot = self._slots[offset] = TheirSlot(piece, self._marks[page], mark_place, self._lent)
+            slot = self._slots[offset] = TheirSlot(piece, marks, at, lent)
         return slot
 
     def forget(self, offset: int) -> None:
@@ -168,7 +169,7 @@ class TheirSlots:
 
 
 def _view(piece: Piece, like: torch.Tensor) -> torch.Tensor:
-    num_bytes = like.numel() * like.element_size()
+    num_bytes = like.nbytes
     # The view is used for later messages too, so it must not be one of `torch.inference_mode`.
     with torch.inference_mode(False):
         if num_bytes == 0:

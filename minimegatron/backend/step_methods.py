@@ -13,6 +13,7 @@ from minimegatron.backend.channels import LENT, PendingReceive
 from minimegatron.backend.epochs import PARTS, is_in_step, next_part, next_step
 from minimegatron.backend.mesh import Mesh, lane_of
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
 _TAGS_PER_STEP, _MAX_STEPS, _MAX_OWN_TAGS = 8, 1 << 24, 1 << 30
 
 
@@ -50,6 +51,14 @@ class StepMethods:
 
     def _connections(self) -> list:
         return list(self.mesh.to.values()) if self.mesh is not None else []
+
+    def meet(self) -> None:
+        """Returns once all ranks have called it. Raises WireError where one has given up the step."""
+        mesh, call = self._way("barrier", NOTHING)
+        if mesh is None:
+            self.barrier().wait()
+        else:
+            mesh.meet(call)
 
     # -- Messages --
 

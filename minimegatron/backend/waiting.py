@@ -34,8 +34,8 @@ class Readable(Protocol):
     is_open: bool
     """Whether something more may come."""
 
-    def read(self) -> None:
-        """Takes what has come."""
+    def read(self) -> bool:
+        """Takes what has come; returns whether something has."""
 
     def receive(self) -> bytes | None:
         """Reads from the socket; waits for `BRIEFLY`, and returns None if nothing comes."""

@@ -36,6 +36,10 @@ class SharedMemoryWork(dist.Work):
     # Words, and no exception: that would keep what the functions it has passed have at hand.
     _error: str | None = None
     _future: torch.futures.Future | None = None
+    _outputs: Tensors = ()
+    _arrivals: Sequence[PendingReceive] = ()
+    _finish: Callable[[], None] | None = None
+    _is_finished, _may_be_repeated = True, False
 
     def __init__(
         self,
@@ -185,8 +189,8 @@ class SharedMemoryWork(dist.Work):
         return self
 
     def result(self) -> list[torch.Tensor]:
-        """The result's tensors."""
-        return self._outputs
+        """The result's tensors; none of what was sent."""
+        return list(self._outputs)
 
     def is_success(self) -> bool:
         """Whether the result is there."""
@@ -202,11 +206,13 @@ class SharedMemoryWork(dist.Work):
 
 
 class SentWork(SharedMemoryWork):
-    """A message that this rank has sent; its tensor may be changed at once."""
+    """A message that this rank has sent. Its tensor may be changed at once, and is not kept here."""
 
-    def __init__(self, tensor: torch.Tensor, sent: Sent, make_room: Callable[[], None]):
-        super().__init__([tensor], make_room=make_room)
-        self._sent = sent
+    def __init__(self, sent: Sent, make_room: Callable[[], None]):
+        dist.Work.__init__(
+            self
+        )  # nothing else is to be set: each call here delays the next message
+        self._sent, self._make_room = sent, make_room
 
     def is_taken(self) -> bool:
         """Whether the receiver has it."""

@@ -309,7 +309,7 @@ def leave_what_is_held_to_the_collector() -> bool:
     send_value(sender, 5.0, 1)
     held = receiver.expect(torch.empty(3), IN_PLACE, 1)
     seen = held.wait() and held.tensor.tolist() == [5.0] * 3
-    marks = weakref.ref(receiver._incoming.slots._marks[0])
+    marks = weakref.ref(next(iter(receiver._incoming.slots._pages.values()))[0])
     held.tensor.cycle = [held, receiver._incoming]
     receiver.close()
     held = receiver = None

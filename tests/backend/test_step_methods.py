@@ -1,5 +1,6 @@
 """What a group over shared memory does for a program that trains in steps (`step_methods`)."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import minimegatron.backend
 from minimegatron.backend import WireError
 from minimegatron.backend.group import MAX_BYTES
+from minimegatron.backend.slots import LARGE
 from tests.ranks import has_shared_memory, run_ranks
 
 NAME = f"cpu:{minimegatron.backend.NAME}"
@@ -101,6 +103,66 @@ def test_large_tensors_after_a_failed_step_are_not_paired_with_its_own():
     assert "rank 1 of the group has begun 2 collectives over gloo, and this rank 3" in said[0]
     assert "rank 0 of the group has begun 3 collectives over gloo, and this rank 2" in said[1]
     assert all("make the group anew" in words for words in said)
+
+
+def meet_in_turn(late: int, num_rounds: int) -> list[int]:
+    """How many ranks have come to each meeting when this one goes on; rank `late` comes last."""
+    group, rank, found = new_group(), dist.get_rank(), []
+    store = group.get_group_store()
+    for number in range(num_rounds):
+        group.begin_step()
+        if rank == late:
+            time.sleep(0.1)
+        store.add(f"come {number}", 1)
+        group.meet()
+        found.append(store.add(f"come {number}", 0))
+        group.end_step()
+    return found
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_nobody_goes_on_from_a_meeting_before_all_have_come(late):
+    assert run_ranks(meet_in_turn, 4, late, 3) == [[4] * 3] * 4
+
+
+def fail_before_the_meeting(failing: int) -> list[str]:
+    """What each rank hears of a rank that fails; then all meet in the next step."""
+    group, rank, heard = new_group(), dist.get_rank(), []
+    for is_planted in (True, False):
+        group.begin_step()
+        try:
+            if is_planted and rank == failing:
+                raise WireError("planted")
+            group.meet()
+            group.end_step()
+        except WireError as error:
+            heard.append(str(error))
+            group.abandon(str(error))
+    return heard
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_whoever_meets_is_told_of_a_rank_that_fails(failing):
+    for rank, heard in enumerate(run_ranks(fail_before_the_meeting, 3, failing)):
+        assert len(heard) == 1 and heard[0].endswith("planted"), (rank, heard)
+
+
+def call_something_else() -> str:
+    """Rank 2 reduces where the others meet."""
+    group, rank = new_group(5), dist.get_rank()
+    group.begin_step()
+    with pytest.raises(WireError) as caught:
+        if rank == 2:
+            dist.all_reduce(ones(), group=group)
+        else:
+            group.meet()
+    group.abandon(str(caught.value))
+    return str(caught.value)
+
+
+def test_a_rank_that_reduces_where_others_meet_is_named():
+    said = run_ranks(call_something_else, 3)
+    assert all("has called" in words for words in said), said
 
 
 def evaluations_of_one_copy() -> float:
@@ -223,11 +285,11 @@ def test_a_message_of_each_tag_may_be_lent():
     assert num_slots.keys() == {2, 3} and max(num_slots.values()) <= 4 and none == {}
 
 
-def a_second_message_is_copied() -> list[bool]:
-    """Whether each of two messages with one tag, both in use, is the sender's memory."""
+def see_what_is_lent(num_messages: int, length: int) -> list[bool]:
+    """Whether each of these messages with one tag, all in use, is the sender's memory."""
     group, rank, is_lent, kept = new_group(), dist.get_rank(), [], []
-    for number in range(2):
-        tensor = torch.full((4,), float(number))
+    for number in range(num_messages):
+        tensor = torch.full((length,), float(number))
         if rank == 0:
             dist.send(tensor, 1, group=group, tag=2)
         else:
@@ -235,12 +297,16 @@ def a_second_message_is_copied() -> list[bool]:
             group.receive_lent(tensor, 0, 2).wait()
             is_lent.append(tensor.data_ptr() != before)
             kept.append(tensor)
-    assert [tensor[0].item() for tensor in kept] == [0.0, 1.0][: len(kept)]
+    assert [tensor[0].item() for tensor in kept] == [float(number) for number in range(len(kept))]
     return is_lent
 
 
 def test_of_one_tag_one_message_at_a_time_is_lent():
-    assert run_ranks(a_second_message_is_copied, 2) == [[], [True, False]]
+    assert run_ranks(see_what_is_lent, 2, 2, 4) == [[], [True, False]]
+
+
+def test_of_large_messages_a_few_are_lent_at_a_time():
+    assert run_ranks(see_what_is_lent, 2, 6, LARGE // 4) == [[], [True] * 4 + [False] * 2]
 
 
 def messages_over_gloo_inside() -> list[float]:

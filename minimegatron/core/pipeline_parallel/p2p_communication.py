@@ -107,7 +107,7 @@ class Receive(Started):
     def wait(self) -> torch.Tensor:
         """The tensor, once it is there. Raises ConnectionError, naming both stages, if it is not."""
         if not self.has_come:
-            super().wait()
+            _wait_for(self)
             self.has_come = True
         return self.message.tensor
 
@@ -120,7 +120,7 @@ def is_single_shape(x: Any) -> bool:
     """
     if isinstance(x, torch.Size):
         return True
-    return isinstance(x, (list, tuple)) and len(x) > 0 and all(isinstance(n, int) for n in x)
+    return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], int)
 
 
 def sends_shapes(config: ModelParallelConfig) -> bool:
@@ -161,7 +161,9 @@ class P2PCommunicator:
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
         if config.pipeline_schedule in (None, INTERLEAVED):
             self.refuse_a_ring_of_two()
-        self.device = get_device()
+        self.device, self.is_tagged = get_device(), is_tagged(pp_group)
+        # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
+        self._keeps_sent = not (self.is_tagged and getattr(pp_group, "keeps_messages", False))
         self._unfinished_sends: dict[tuple[int, str], deque[Started]] = defaultdict(deque)
         self.begin_step()
 
@@ -186,9 +188,7 @@ class P2PCommunicator:
 
     def begin_step(self, send_limit: int = SEND_LIMIT) -> None:
         """Before the first message of a step; `send_limit` says how many may lie unreceived."""
-        self.send_limit, self.is_tagged = send_limit, is_tagged(self.pp_group)
-        # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
-        self._keeps_sent = not (self.is_tagged and getattr(self.pp_group, "keeps_messages", False))
+        self.send_limit = send_limit
         if self._keeps_sent:
             self._unfinished_sends.clear()
         else:
@@ -369,8 +369,7 @@ class P2PCommunicator:
                 unfinished = self._unfinished_sends[message.peer, message.payload]
                 if runs_on and len(unfinished) >= self.send_limit:
                     self._make_room(unfinished)
-                # A view of its own: freeing the output's `.data` must not touch what is being sent.
-                ready.append(message._replace(tensor=message.tensor.detach().contiguous()))
+                ready.append(self._kept(message) if self._keeps_sent else message)
             else:
                 ready.append(self._with_memory(message))
         works: list[Handle] = []
@@ -414,6 +413,11 @@ class P2PCommunicator:
         while len(unfinished) >= self.send_limit:
             unfinished.popleft().wait()
 
+    def _kept(self, message: TensorMessage) -> TensorMessage:
+        # A view of its own: freeing the output's `.data` must not touch what is being sent.
+        tensor = message.tensor.detach().contiguous()
+        return TensorMessage(True, tensor, message.peer, message.payload)
+
     def _with_memory(self, message: TensorMessage) -> TensorMessage:
         if message.tensor is not None:
             return message
@@ -424,7 +428,7 @@ class P2PCommunicator:
             device=self.device,
             requires_grad=message.payload == ACTIVATION,
         )
-        return message._replace(tensor=tensor)
+        return TensorMessage(False, tensor, message.peer, message.payload, message.shape)
 
     def _handle(self, message: TensorMessage, work: Handle, runs_on: bool) -> Started:
         kind = (message.is_send, message.payload, message.peer)
@@ -432,7 +436,7 @@ class P2PCommunicator:
         self._num_started[kind] += 1
         make = Started if message.is_send else Receive
         if message.is_send and not self._keeps_sent:
-            message = message._replace(tensor=None, shape=message.tensor.shape)
+            message = TensorMessage(True, None, message.peer, message.payload, message.tensor.shape)
         handle = make(message, work, self.curr_rank_in_pg, number, self._limit)
         if message.is_send and runs_on:
             unfinished = self._unfinished_sends[message.peer, message.payload]
@@ -512,8 +516,9 @@ def _untaken_of(group: dist.ProcessGroup) -> dict[tuple[int, str], deque[Started
 
 def _as_asked(handles: list[Started], tensor_shapes: Shape | list[Shape]) -> Any:
     """The tensors received: one for one shape, a list for a list; None where nothing was."""
+    is_one = is_single_shape(tensor_shapes)
     tensors = [handle.wait() for handle in handles if isinstance(handle, Receive)]
-    if is_single_shape(tensor_shapes):
+    if is_one:
         return tensors[0] if tensors else None
     return tensors or [None] * len(tensor_shapes)
 

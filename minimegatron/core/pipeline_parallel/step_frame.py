@@ -40,7 +40,7 @@ import torch.distributed as dist
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, sends_shapes
-from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
+from minimegatron.core.pipeline_parallel.steps import NOTHING_AROUND, ModelChunk, NoFrame
 from minimegatron.core.pipeline_parallel.work import FORWARD_ONLY_SEND_LIMIT, SEND_LIMIT
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
@@ -151,7 +151,8 @@ class StepFrame(NoFrame):
         """Returns the forward's number among all of this stage's."""
         number = self._num_forwards
         self._num_forwards += 1
-        self._param_sync.gather_ahead(number, [chunk.model for chunk in self.chunks])
+        if self._param_sync.is_due:
+            self._param_sync.gather_ahead(number, [chunk.model for chunk in self.chunks])
         # Torch's DistributedDataParallel decides in a forward whether its backward communicates.
         # Without a pipeline, a forward's backward is the next thing to come.
         if self.num_stages == 1 and chunk.is_in_last_microbatch():
@@ -248,7 +249,8 @@ class StateOfStep:
             (module, name, buffer, buffer.clone())
             for model in models
             for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
         ]
         self._undo = [begin(models) for begin in config.before_step_funcs]
 
@@ -275,7 +277,7 @@ class ParamSync:
         self, config: ModelParallelConfig, forward_order: Sequence[tuple[int, int]], stage: int
     ):
         self._functions = config.param_sync_func if forward_order else None
-        self._order, self._stage = forward_order, stage
+        self._order, self._stage, self.is_due = forward_order, stage, self._functions is not None
 
     def gather_first(self, models: list[torch.nn.Module]) -> None:
         """Before the step: the first two chunks."""
@@ -286,7 +288,7 @@ class ParamSync:
         """Before forward `number`: the chunk after one that begins soon."""
         # All stages launch a chunk's gathering at the same time: stage r looks r forwards ahead.
         ahead = number + self._stage
-        if self._functions is None or ahead >= len(self._order):
+        if ahead >= len(self._order):
             return
         microbatch, chunk_id = self._order[ahead]
         if microbatch == 0 and 1 < chunk_id + 1 < len(models):
@@ -316,10 +318,14 @@ class GradSync:
     def disable(self) -> None:
         """From now on, gradients stay on their rank."""
         if self._held is None:
-            with contextlib.ExitStack() as held:  # leaves those it has entered, if one raises
+            held = contextlib.ExitStack()
+            try:
                 for function in self._functions:
                     held.enter_context(function())
-                self._held = held.pop_all()
+            except BaseException:
+                held.close()
+                raise
+            self._held = held
 
     def enable(self) -> None:
         """From now on, a gradient that is complete may be sent."""
@@ -471,10 +477,11 @@ def refuse_shared_iterators(data_iterators: list) -> None:
 
 
 @contextlib.contextmanager
-def _around_step(config: ModelParallelConfig) -> Iterator[None]:
+def _around_step(makes: Sequence[Callable], observer: Any) -> Iterator[None]:
     with contextlib.ExitStack() as entered:
-        for make in config.around_step_funcs:
+        for make in makes:
             entered.enter_context(make())
+        entered.enter_context(observed_by(observer))
         yield
 
 
@@ -510,7 +517,8 @@ def schedule(
         config = get_model_config(model[0] if isinstance(model, list) else model)
         require_gradients(arguments.get("forward_only", False))
         require_microbatches(arguments["num_microbatches"])
-        with _around_step(config), observed_by(_timers_of(config)):
+        makes, observer = config.around_step_funcs, _timers_of(config)
+        with _around_step(makes, observer) if makes or observer else NOTHING_AROUND:
             return link(**arguments)
 
     return run
@@ -575,14 +583,17 @@ def _groups_of_a_step(
     known = vars(pg_collection)
     used = [known.get(name) for name in (*names, *GROUPS_OF_EXPERTS)]
     groups = _real([*used, getattr(p2p, "pp_group", None)])
-    others = _real(known.values())
-    if any(group.size() == dist.get_world_size() for group in groups):
-        others.append(dist.group.WORLD)
+    others, world = _real(known.values()), dist.group.WORLD
+    if world is not None and any(group.size() == world.size() for group in groups):
+        others.append(world)
     return groups, [group for group in dict.fromkeys(others) if group not in groups]
 
 
 def _real(groups: Iterable[Any]) -> list[dist.ProcessGroup]:
     """Those that connect several ranks, each once; not what stands in for a group."""
-    return list(
-        dict.fromkeys(g for g in groups if isinstance(g, dist.ProcessGroup) and g.size() > 1)
-    )
+    return [
+        group
+        for group in dict.fromkeys(groups)
+        # Of a group, `isinstance` asks torch's own functions; for the twenty groups here that counts.
+        if issubclass(type(group), dist.ProcessGroup) and group.size() > 1
+    ]

@@ -60,7 +60,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "failure-kept-secret",
         "backend/channels.py",
-        "            self._write(ABANDONED, len(text), text=text)\n",
+        "            self._tell(ABANDONED, text)\n",
         "            pass\n",
         "A rank that fails tells nobody; those that wait for it wait until the time-out.",
     ),
@@ -74,7 +74,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "every-message-lent",
         "backend/slots.py",
-        "return self._page not in self._lent",
+        "return len(self._lent) < (MOST_LARGE_LENT if num_bytes >= LARGE else 1)",
         "return True",
         "What a stage keeps for its backward stays in shared memory, which grows with the stages.",
     ),

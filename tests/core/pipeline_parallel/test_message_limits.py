@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend.slots import LARGE, MOST_LARGE_LENT
 from minimegatron.core import parallel_state
 from minimegatron.core.pipeline_parallel.p2p_communication import (
     ACTIVATION,
@@ -179,22 +180,28 @@ def test_shared_memory_stays_small_while_lengths_vary():
         assert largest < most <= 3 * largest + 16 * PAGE
 
 
-def hold_what_arrived(kind: str, number: int) -> int:
+def hold_what_arrived(kind: str, number: int, length: int) -> int:
     p2p, rank = communicator(group_over(kind)), dist.get_rank()
     held = []
     for i in range(number):
         if rank == 0:
-            p2p.send_forward(torch.full((25_600, 1, 1), float(i)), False)
+            p2p.send_forward(torch.full((length, 1, 1), float(i)), False)
         else:
-            held.append(p2p.recv_forward((25_600, 1, 1), False))
+            held.append(p2p.recv_forward((length, 1, 1), False))
     assert [tensor[0].item() for tensor in held] == [float(i) for i in range(len(held))]
     return shared_bytes()
 
 
 @needs_shared_memory
 def test_what_a_stage_keeps_for_its_backward_is_no_shared_memory():
-    for found in run_over(SHARED, hold_what_arrived, 2, 12):
+    for found in run_over(SHARED, hold_what_arrived, 2, 12, 25_600):
         assert found <= 3 * 102_400 + 16 * PAGE  # two that wait, one in use
+
+
+@needs_shared_memory
+def test_of_large_messages_a_few_are_used_where_they_lie():
+    for found in run_over(SHARED, hold_what_arrived, 2, 12, LARGE // 4):
+        assert found <= (2 + MOST_LARGE_LENT) * LARGE + 16 * PAGE
 
 
 def num_slots_to(p2p: P2PCommunicator, peer: int) -> int:
