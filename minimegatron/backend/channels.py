@@ -57,7 +57,7 @@ from minimegatron.backend.incoming import (
     WireError,
 )
 from minimegatron.backend.shared_memory import Arena
-from minimegatron.backend.slots import Slot, Slots, TheirSlot
+from minimegatron.backend.slots import SENT, Slot, Slots, TheirSlot
 from minimegatron.backend.waiting import BRIEFLY, reader
 
 STEPS = 0
@@ -81,7 +81,8 @@ class Sent:
         self._connection, self._slot, self._number = connection, slot, slot.number
 
     def is_taken(self) -> bool:
-        return self._slot.number != self._number or self._slot.is_taken()
+        slot = self._slot
+        return slot.number != self._number or slot.marks[slot.mark_at] != SENT
 
     def wait(self) -> bool:
         """Raises WireError if the receiver has gone, gave up, or does not come in time."""

@@ -21,7 +21,7 @@ LARGE, MOST_LARGE_LENT = 1 << 20, 4
 """One message of a channel may be lent at a time, and so many of this size in bytes, which take long to
 copy. What else a receiver keeps is its own memory."""
 _MAX_LOOKS = 16
-_FREE, _SENT, _LENT = 0, 1, 2
+_FREE, SENT, _LENT = 0, 1, 2
 
 
 # -- The sender's side --
@@ -42,13 +42,10 @@ class Slot:
     shaped: torch.Tensor | None = None
     """The slot as the tensor it carried last: most messages have the shape of the one before."""
 
-    def is_taken(self) -> bool:
-        return self.marks[self.mark_at] != _SENT
-
     def fill(self, tensor: torch.Tensor) -> None:
         """Copies a message into the slot."""
         self.view(tensor).copy_(tensor.detach() if tensor.requires_grad else tensor)
-        self.marks[self.mark_at] = _SENT
+        self.marks[self.mark_at] = SENT
         self.number += 1
 
     def view(self, like: torch.Tensor) -> torch.Tensor:

@@ -536,13 +536,15 @@ def _now_or_later(
 
 def _by_name(messages: list[TensorMessage], handles: list[Started]) -> dict[str, Started]:
     """Handles under Megatron's names for them."""
-    names = {
-        (True, ACTIVATION): "send_next",
-        (False, ACTIVATION): "recv_prev",
-        (True, GRADIENT): "send_prev",
-        (False, GRADIENT): "recv_next",
-    }
-    return {
-        names[message.is_send, message.payload]: handle
-        for message, handle in zip(messages, handles, strict=True)
-    }
+    by_name = {}
+    for message, handle in zip(messages, handles, strict=True):
+        by_name[_NAMES[message.is_send, message.payload]] = handle
+    return by_name
+
+
+_NAMES = {
+    (True, ACTIVATION): "send_next",
+    (False, ACTIVATION): "recv_prev",
+    (True, GRADIENT): "send_prev",
+    (False, GRADIENT): "recv_next",
+}
