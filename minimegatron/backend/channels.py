@@ -156,11 +156,8 @@ class Connection:
             self._has_abandoned = False
             with contextlib.suppress(OSError):
                 self._tell(BEGUN)
-            with reader.lock:
-                if self.read():
-                    reader.ring()
-        if any(self._incoming.messages.values()):
-            with reader.lock:
+        with reader.lock:  # what has not been read yet is dropped once its lane is read
+            if any(self._incoming.messages.values()):
                 self._drop_old()
 
     def end_step(self) -> None:

@@ -28,7 +28,7 @@ from minimegatron.backend.checks import (
 from minimegatron.backend.connecting import connect
 from minimegatron.backend.gloo_inside import Begun, GlooInside, make_gloo, seconds_of
 from minimegatron.backend.mesh import Mesh, check_op
-from minimegatron.backend.step_methods import NOTHING, StepMethods
+from minimegatron.backend.step_methods import StepMethods
 from minimegatron.backend.torch_names import with_torch_names
 from minimegatron.backend.works import SharedMemoryWork, Works
 
@@ -40,6 +40,7 @@ MAX_CONNECTED = 32
 """Larger groups share no memory at all: each rank has a socket and a file for each other."""
 
 _MOST_WAYS = 1024
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 Tensors = list[torch.Tensor]
 
 
@@ -423,7 +424,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         """Is done once all ranks have called it."""
         if self._size == 1:
             return SharedMemoryWork([])
-        mesh, call = self._way("barrier", NOTHING)
+        mesh, call = self._way("barrier", _NOTHING)
         if mesh:
             return mesh.barrier(call)
         return self._gloo_for(opts).barrier()

@@ -166,22 +166,6 @@ class Mesh:
             [], [self.to[peer].expect(nothing, call=call) for peer in self.peers]
         )
 
-    def meet(self, call: int) -> None:
-        """Returns once all ranks have called it.
-
-        The last rank tells the one before it, and so on, until rank 0 knows of all and tells them. A
-        pipeline's ranks come in this order, so that rank 0, which comes last, need hear from one alone.
-        """
-        nothing = torch.empty(0)
-        if self.rank + 1 in self.to:
-            self.to[self.rank + 1].expect(nothing, call=call).wait()
-        if self.rank > 0:
-            self.to[self.rank - 1].send(nothing, call=call)
-            self.to[0].expect(nothing, call=call).wait()
-        else:
-            for peer in reversed(self.peers):
-                self.to[peer].send(nothing, call=call)
-
     def compare(self, value: int, call: int) -> list[PendingReceive]:
         """Tells all ranks a number, in the order of the collectives; what they tell in the same way."""
         for peer in self.peers:

@@ -9,11 +9,10 @@ Megatron has no counterpart.
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend.channels import LENT, PendingReceive
+from minimegatron.backend.channels import LENT, Connection, PendingReceive
 from minimegatron.backend.epochs import PARTS, is_in_step, next_part, next_step
 from minimegatron.backend.mesh import Mesh, lane_of
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
 _TAGS_PER_STEP, _MAX_STEPS, _MAX_OWN_TAGS = 8, 1 << 24, 1 << 30
 
 
@@ -49,16 +48,8 @@ class StepMethods:
             for connection in self._connections():
                 connection.abandon(reason)
 
-    def _connections(self) -> list:
+    def _connections(self) -> list[Connection]:
         return list(self.mesh.to.values()) if self.mesh is not None else []
-
-    def meet(self) -> None:
-        """Returns once all ranks have called it. Raises WireError where one has given up the step."""
-        mesh, call = self._way("barrier", NOTHING)
-        if mesh is None:
-            self.barrier().wait()
-        else:
-            mesh.meet(call)
 
     # -- Messages --
 

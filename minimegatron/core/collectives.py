@@ -84,9 +84,7 @@ def meet(groups: Sequence[dist.ProcessGroup]) -> None:
     not traced: it reduces nothing of the model's, and Megatron has no such call.
     """
     for group in groups:
-        if hasattr(group, "meet"):
-            group.meet()
-        elif is_tagged(group):
+        if is_tagged(group):
             group.barrier().wait()
 
 

@@ -176,7 +176,8 @@ class Recording:
 def choose_backend(local_world_size: int) -> str:
     """The `torch.distributed` backend for this machine's `local_world_size` ranks.
 
-    "nccl" where each rank has a GPU of its own (NCCL refuses two ranks on one GPU), else "gloo".
+    "nccl" where each rank has a GPU of its own (NCCL refuses two ranks on one GPU), else "gloo", in
+    whose place `minimegatron.backend.in_place_of` puts this package's own.
     """
     own_gpu = get_device().type == "cuda" and has_gpu_for_each(local_world_size)
     return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"

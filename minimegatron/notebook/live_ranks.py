@@ -95,7 +95,8 @@ class RanksPlace(NamedTuple):
 
 def choose_place(num_ranks: int, device: str = "auto") -> RanksPlace:
     """NCCL where every rank can have a GPU of its own, else gloo on the CPU; `device` "cpu" or "cuda"
-    says otherwise, and with "cuda" ranks share GPUs, over gloo, when they outnumber them.
+    says otherwise, and with "cuda" ranks share GPUs, over gloo, when they outnumber them. In gloo's
+    place stands `minimegatron.backend`, which has gloo inside.
 
     Raises ValueError for another name, and for "cuda" without a GPU. The GPUs are counted, not used:
     the notebook's own process holds none of their memory.

@@ -1,6 +1,5 @@
 """What a group over shared memory does for a program that trains in steps (`step_methods`)."""
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -105,27 +104,7 @@ def test_large_tensors_after_a_failed_step_are_not_paired_with_its_own():
     assert all("make the group anew" in words for words in said)
 
 
-def meet_in_turn(late: int, num_rounds: int) -> list[int]:
-    """How many ranks have come to each meeting when this one goes on; rank `late` comes last."""
-    group, rank, found = new_group(), dist.get_rank(), []
-    store = group.get_group_store()
-    for number in range(num_rounds):
-        group.begin_step()
-        if rank == late:
-            time.sleep(0.1)
-        store.add(f"come {number}", 1)
-        group.meet()
-        found.append(store.add(f"come {number}", 0))
-        group.end_step()
-    return found
-
-
-@pytest.mark.parametrize("late", range(4))
-def test_nobody_goes_on_from_a_meeting_before_all_have_come(late):
-    assert run_ranks(meet_in_turn, 4, late, 3) == [[4] * 3] * 4
-
-
-def fail_before_the_meeting(failing: int) -> list[str]:
+def fail_before_a_barrier(failing: int) -> list[str]:
     """What each rank hears of a rank that fails; then all meet in the next step."""
     group, rank, heard = new_group(), dist.get_rank(), []
     for is_planted in (True, False):
@@ -133,7 +112,7 @@ def fail_before_the_meeting(failing: int) -> list[str]:
         try:
             if is_planted and rank == failing:
                 raise WireError("planted")
-            group.meet()
+            dist.barrier(group)
             group.end_step()
         except WireError as error:
             heard.append(str(error))
@@ -142,27 +121,9 @@ def fail_before_the_meeting(failing: int) -> list[str]:
 
 
 @pytest.mark.parametrize("failing", range(3))
-def test_whoever_meets_is_told_of_a_rank_that_fails(failing):
-    for rank, heard in enumerate(run_ranks(fail_before_the_meeting, 3, failing)):
+def test_whoever_waits_at_a_barrier_is_told_of_a_rank_that_fails(failing):
+    for rank, heard in enumerate(run_ranks(fail_before_a_barrier, 3, failing)):
         assert len(heard) == 1 and heard[0].endswith("planted"), (rank, heard)
-
-
-def call_something_else() -> str:
-    """Rank 2 reduces where the others meet."""
-    group, rank = new_group(5), dist.get_rank()
-    group.begin_step()
-    with pytest.raises(WireError) as caught:
-        if rank == 2:
-            dist.all_reduce(ones(), group=group)
-        else:
-            group.meet()
-    group.abandon(str(caught.value))
-    return str(caught.value)
-
-
-def test_a_rank_that_reduces_where_others_meet_is_named():
-    said = run_ranks(call_something_else, 3)
-    assert all("has called" in words for words in said), said
 
 
 def evaluations_of_one_copy() -> float:

@@ -75,15 +75,13 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-Message, Work = TensorMessage, Handle
-"""The same under the names that older files of students import."""
+Message, Work = TensorMessage, Handle  # as older files of students import them
 
 
 class Started:
     """The handle of a message under way; `number` says how many like it came before in this step."""
 
-    is_old = False
-    """It was sent in an earlier step. Observers count the waits of a step, and not this one."""
+    is_old = False  # sent in an earlier step; observers count the waits of a step, and not this one
 
     def __init__(self, message: TensorMessage, work: Handle, stage: int, number: int, limit: tuple):
         self.message, self.work, self.stage, self.number = message, work, stage, number
@@ -369,7 +367,11 @@ class P2PCommunicator:
                 unfinished = self._unfinished_sends[message.peer, message.payload]
                 if runs_on and len(unfinished) >= self.send_limit:
                     self._make_room(unfinished)
-                ready.append(self._kept(message) if self._keeps_sent else message)
+                if self._keeps_sent:
+                    # A view of its own: freeing the output's `.data` must not touch what is being sent.
+                    tensor = message.tensor.detach().contiguous()
+                    message = message._replace(tensor=tensor)
+                ready.append(message)
             else:
                 ready.append(self._with_memory(message))
         works: list[Handle] = []
@@ -412,11 +414,6 @@ class P2PCommunicator:
     def _make_room(self, unfinished: deque[Started]) -> None:
         while len(unfinished) >= self.send_limit:
             unfinished.popleft().wait()
-
-    def _kept(self, message: TensorMessage) -> TensorMessage:
-        # A view of its own: freeing the output's `.data` must not touch what is being sent.
-        tensor = message.tensor.detach().contiguous()
-        return TensorMessage(True, tensor, message.peer, message.payload)
 
     def _with_memory(self, message: TensorMessage) -> TensorMessage:
         if message.tensor is not None:
@@ -536,15 +533,13 @@ def _now_or_later(
 
 def _by_name(messages: list[TensorMessage], handles: list[Started]) -> dict[str, Started]:
     """Handles under Megatron's names for them."""
+    names = {
+        (True, ACTIVATION): "send_next",
+        (False, ACTIVATION): "recv_prev",
+        (True, GRADIENT): "send_prev",
+        (False, GRADIENT): "recv_next",
+    }
     by_name = {}
     for message, handle in zip(messages, handles, strict=True):
-        by_name[_NAMES[message.is_send, message.payload]] = handle
+        by_name[names[message.is_send, message.payload]] = handle
     return by_name
-
-
-_NAMES = {
-    (True, ACTIVATION): "send_next",
-    (False, ACTIVATION): "recv_prev",
-    (True, GRADIENT): "send_prev",
-    (False, GRADIENT): "recv_next",
-}

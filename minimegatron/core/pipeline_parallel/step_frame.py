@@ -40,7 +40,7 @@ import torch.distributed as dist
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, sends_shapes
-from minimegatron.core.pipeline_parallel.steps import NOTHING_AROUND, ModelChunk, NoFrame
+from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
 from minimegatron.core.pipeline_parallel.work import FORWARD_ONLY_SEND_LIMIT, SEND_LIMIT
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
@@ -151,8 +151,7 @@ class StepFrame(NoFrame):
         """Returns the forward's number among all of this stage's."""
         number = self._num_forwards
         self._num_forwards += 1
-        if self._param_sync.is_due:
-            self._param_sync.gather_ahead(number, [chunk.model for chunk in self.chunks])
+        self._param_sync.gather_ahead(number, self.chunks)
         # Torch's DistributedDataParallel decides in a forward whether its backward communicates.
         # Without a pipeline, a forward's backward is the next thing to come.
         if self.num_stages == 1 and chunk.is_in_last_microbatch():
@@ -277,22 +276,22 @@ class ParamSync:
         self, config: ModelParallelConfig, forward_order: Sequence[tuple[int, int]], stage: int
     ):
         self._functions = config.param_sync_func if forward_order else None
-        self._order, self._stage, self.is_due = forward_order, stage, self._functions is not None
+        self._order, self._stage = forward_order, stage
 
     def gather_first(self, models: list[torch.nn.Module]) -> None:
         """Before the step: the first two chunks."""
         for chunk_id in range(min(2, len(models))):
             self._gather(models, chunk_id)
 
-    def gather_ahead(self, number: int, models: list[torch.nn.Module]) -> None:
+    def gather_ahead(self, number: int, chunks: list[ModelChunk]) -> None:
         """Before forward `number`: the chunk after one that begins soon."""
         # All stages launch a chunk's gathering at the same time: stage r looks r forwards ahead.
         ahead = number + self._stage
-        if ahead >= len(self._order):
+        if self._functions is None or ahead >= len(self._order):
             return
         microbatch, chunk_id = self._order[ahead]
-        if microbatch == 0 and 1 < chunk_id + 1 < len(models):
-            self._gather(models, chunk_id + 1)
+        if microbatch == 0 and 1 < chunk_id + 1 < len(chunks):
+            self._gather([chunk.model for chunk in chunks], chunk_id + 1)
 
     def _gather(self, models: list[torch.nn.Module], chunk_id: int) -> None:
         if self._functions is not None:
@@ -476,15 +475,6 @@ def refuse_shared_iterators(data_iterators: list) -> None:
             )
 
 
-@contextlib.contextmanager
-def _around_step(makes: Sequence[Callable], observer: Any) -> Iterator[None]:
-    with contextlib.ExitStack() as entered:
-        for make in makes:
-            entered.enter_context(make())
-        entered.enter_context(observed_by(observer))
-        yield
-
-
 def _timers_of(config: ModelParallelConfig) -> Any:
     """`config.timers`, which may be any observer; a `Timers` is told how to begin."""
     tell = getattr(config.timers, "told", None)
@@ -517,8 +507,11 @@ def schedule(
         config = get_model_config(model[0] if isinstance(model, list) else model)
         require_gradients(arguments.get("forward_only", False))
         require_microbatches(arguments["num_microbatches"])
-        makes, observer = config.around_step_funcs, _timers_of(config)
-        with _around_step(makes, observer) if makes or observer else NOTHING_AROUND:
+        with contextlib.ExitStack() as around:
+            for make in config.around_step_funcs:
+                around.enter_context(make())
+            if (timers := _timers_of(config)) is not None:
+                around.enter_context(observed_by(timers))
             return link(**arguments)
 
     return run

@@ -16,12 +16,7 @@ from torch.autograd.variable import Variable
 
 from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.user_results import (
-    look_at_loss,
-    refuse_loss_results,
-    refuse_step_results,
-    warn_of_mean,
-)
+from minimegatron.core.pipeline_parallel import user_results
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
 from minimegatron.core.utils import (
@@ -33,8 +28,6 @@ from minimegatron.core.utils import (
 )
 
 NO_TOKENS = torch.tensor(0, dtype=torch.int)
-NOTHING_AROUND = contextlib.nullcontext()
-"""One for all: each call here delays the next message."""
 
 
 def _describe_forward(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +82,7 @@ def forward_step(
     with autocast(config):
         returned = call_traced("forward-step-func", forward_step_func, data_iterator, model, *extra)
         if not _is_output_and_function(returned):
-            refuse_step_results(returned)
+            user_results.refuse_step_results(returned)
         output_tensor, loss_func = returned
         output_tensor, num_tokens = forward_step_calc_loss(
             model,
@@ -142,7 +135,7 @@ def prepare_forward(
 def autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
     """Around a forward: mixed precision, if the config asks for it."""
     if not config.enable_autocast:
-        return NOTHING_AROUND
+        return contextlib.nullcontext()
     return torch.autocast(get_device().type, dtype=config.autocast_dtype)
 
 
@@ -222,7 +215,7 @@ def forward_step_calc_loss(
     elif is_last_stage:
         outputs = call_traced("loss-func", loss_func, output_tensor)
         if not (isinstance(outputs, (tuple, list)) and len(outputs) in (2, 3)):
-            refuse_loss_results(outputs)
+            user_results.refuse_loss_results(outputs)
         if len(outputs) == 3:
             output_tensor, num_tokens, report = outputs
             num_tokens = _count_of_tokens(num_tokens, config)
@@ -230,7 +223,7 @@ def forward_step_calc_loss(
                 output_tensor = output_tensor / or_one(num_tokens) / num_microbatches
         else:
             output_tensor, report = outputs
-            warn_of_mean(config, model)
+            user_results.warn_of_mean(config, model)
             output_tensor = output_tensor * cp_group_size / num_microbatches
         forward_data_store.append(report)
     _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
@@ -308,7 +301,7 @@ def backward_step(
 
     output, grad = outputs[0], grads[0]
     if grad is None and not (output.requires_grad and output.numel() == 1):
-        look_at_loss(output)
+        user_results.look_at_loss(output)
     if grad is None and config.grad_scale_func is not None:
         output = config.grad_scale_func(output)
     # A stage may have had nothing to do for this microbatch (no image for the vision encoder).
@@ -391,7 +384,7 @@ def run_backward(outputs: tuple, grads: tuple) -> None:
 def weight_gradients_of(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
     """Around a backward: at its end, what it has left for later is computed."""
     is_deferring = config.delay_wgrad_compute or config.defer_embedding_wgrad_compute
-    return weight_gradients_at_once() if is_deferring else NOTHING_AROUND
+    return weight_gradients_at_once() if is_deferring else contextlib.nullcontext()
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
@@ -554,25 +547,9 @@ def check_output(output_tensor: Any, shapes: Any, dtype: torch.dtype | None) -> 
     """
     outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
     received = dtype or torch.get_default_dtype()
-    is_plain = len(outputs) == len(shapes) == 1 and outputs[0].dtype == received
-    if is_plain and outputs[0].shape == shapes[0]:  # as nearly always
-        return
-    is_one = all(isinstance(size, int) for size in shapes)
-    announced = [tuple(shape) for shape in ([shapes] if is_one else shapes)]
-    made = [tuple(output.shape) for output in outputs]
-    if () not in announced and made != announced:
-        raise ValueError(
-            f"this stage's output has shape {', '.join(map(str, made))}, but the next stage receives "
-            f"{', '.join(map(str, announced))}, [sequence, batch, hidden]; give the schedule the "
-            "data's seq_length and micro_batch_size, or make the output so; where it is to be another, "
-            "adjust_tensor_shapes_fn announces it, or set variable_seq_lengths"
-        )
-    others = [output.dtype for output in outputs if output.dtype != received]
-    if others:
-        raise ValueError(
-            f"this stage's output is of {others[0]}, but the next stage receives {received}; set "
-            "pipeline_dtype to the dtype of what the stages send"
-        )
+    is_one = len(outputs) == 1 and outputs[0].dtype == received
+    if not is_one or outputs[0].shape != (shapes[0] if len(shapes) == 1 else shapes):
+        user_results.refuse_other_outputs(outputs, shapes, received)
 
 
 class NoFrame:

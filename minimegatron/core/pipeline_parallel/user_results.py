@@ -15,6 +15,29 @@ FORMS = "return (loss, report) or (summed loss, number of tokens, report)"
 REMEDY = "return (summed loss, number of tokens, report), or turn calculate_per_token_loss off"
 
 
+def refuse_other_outputs(outputs: list[torch.Tensor], shapes: Any, received: torch.dtype) -> None:
+    """Raises ValueError for outputs that the next stage would read in another shape or dtype.
+
+    `shapes` is one, or a list of some; one that is empty is sent ahead of its message.
+    """
+    is_one = all(isinstance(size, int) for size in shapes)
+    announced = [tuple(shape) for shape in ([shapes] if is_one else shapes)]
+    made = [tuple(output.shape) for output in outputs]
+    if () not in announced and made != announced:
+        raise ValueError(
+            f"this stage's output has shape {', '.join(map(str, made))}, but the next stage receives "
+            f"{', '.join(map(str, announced))}, [sequence, batch, hidden]; give the schedule the "
+            "data's seq_length and micro_batch_size, or make the output so; where it is to be another, "
+            "adjust_tensor_shapes_fn announces it, or set variable_seq_lengths"
+        )
+    others = [output.dtype for output in outputs if output.dtype != received]
+    if others:
+        raise ValueError(
+            f"this stage's output is of {others[0]}, but the next stage receives {received}; set "
+            "pipeline_dtype to the dtype of what the stages send"
+        )
+
+
 def refuse_step_results(returned: Any) -> None:
     """Raises ValueError: a forward step returned this, and not its two values."""
     if not (isinstance(returned, (tuple, list)) and len(returned) == 2):

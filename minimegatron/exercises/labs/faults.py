@@ -138,8 +138,8 @@ FAULTS = (
     Fault(
         "freed-while-being-sent",
         _PP + "p2p_communication.py",
-        "ready.append(message._replace(tensor=message.tensor.detach().contiguous()))",
-        "ready.append(message)",
+        "tensor = message.tensor.detach().contiguous()",
+        "tensor = message.tensor",
         "The message shares the output that is freed next; one that is slow to leave has one element.",
     ),
     Fault(
