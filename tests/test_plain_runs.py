@@ -50,7 +50,7 @@ MORE_WITH_ROOMS = 0.05
 
 CAPS = {
     "spine: lines executed": 5286,
-    "spine: lines of branches never taken": 1007,
+    "spine: lines of branches never taken": 1009,
     "spine: lines of functions never entered": 856,
     "spine: lines outside functions": 1812,
     "spine: lines of signatures": 1951,
@@ -58,7 +58,7 @@ CAPS = {
     "rooms: lines executed": 921,  # anew
     "spine and rooms: lines executed": 6207,  # anew
     "other files that a whole run enters": 53,  # anew
-    "one step: lines reported, rooms apart": 1418,
+    "one step: lines reported, rooms apart": 1419,
     "one step: lines reported, with rooms": 1728,
     "wrappers before 1F1B": 4,
     "calls of tp2·pp2, rooms apart": 2374,

@@ -361,27 +361,30 @@ class P2PCommunicator:
         if self._sends_shapes:
             messages = self._with_shapes(messages, overlap)
         runs_on = overlap or self.is_tagged or self.config.overlap_p2p_comm
-        ready = []
-        for message in messages:
-            if message.is_send:
-                unfinished = self._unfinished_sends[message.peer, message.payload]
-                if runs_on and len(unfinished) >= self.send_limit:
-                    self._make_room(unfinished)
-                if self._keeps_sent:
-                    # A view of its own: freeing the output's `.data` must not touch what is being sent.
-                    tensor = message.tensor.detach().contiguous()
-                    message = message._replace(tensor=tensor)
-                ready.append(message)
-            else:
-                ready.append(self._with_memory(message))
+        is_batch = self.config.batch_p2p_comm and not self.is_tagged
+        ready: list[TensorMessage] = []
         works: list[Handle] = []
         try:
-            if self.config.batch_p2p_comm and not self.is_tagged:
-                works = self.start_batch(ready)
-            else:
-                for message in ready:
+            for message in messages:
+                if message.is_send:
+                    unfinished = self._unfinished_sends[message.peer, message.payload]
+                    if runs_on and len(unfinished) >= self.send_limit:
+                        self._make_room(unfinished)
+                    if self._keeps_sent:
+                        # A view of its own: freeing the output's `.data` must not touch what is sent.
+                        tensor = message.tensor.detach().contiguous()
+                        message = message._replace(tensor=tensor)
+                else:
+                    message = self._with_memory(message)
+                ready.append(message)
+                # At once: memory for a receive is not made while a message waits to be sent.
+                if not is_batch:
                     works.append(self.start(message))
+            if is_batch:
+                works = self.start_batch(ready)
         except (RuntimeError, OSError) as error:
+            if type(error) is ConnectionError:  # `_make_room` has waited, and has named both
+                raise
             lost = ready[len(works)]
             raise ConnectionError(
                 f"stage {self.curr_rank_in_pg} lost stage {lost.peer} while starting a message "
