@@ -325,14 +325,14 @@ class Connection:
 
     def complete(self, arrival: "PendingReceive", deadline: float | None = None) -> None:
         """Waits until a message was taken for `arrival`, the group's time-out long or to `deadline`."""
-        with reader.lock:
-            if self.read():
-                reader.ring()
-        if arrival.is_done:  # it had come before
-            return
-        if deadline is None:
-            deadline = time.monotonic() + self.timeout
         try:
+            with reader.lock:
+                if self.read():
+                    reader.ring()
+            if arrival.is_done:  # it had come before
+                return
+            if deadline is None:
+                deadline = time.monotonic() + self.timeout
             if not reader.wait(partial(self._has_come, arrival), deadline, self):
                 raise WireError(self._nothing_came())
         except BaseException:

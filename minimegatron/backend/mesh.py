@@ -197,10 +197,8 @@ class Mesh:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
         """Sends `tensor` to one rank; the n-th message with a tag is for the n-th receive with it."""
-        sent, ahead = (
-            self.to[peer].send(tensor, tag % _NUM_CHANNELS, lane_of(tag)),
-            self._ahead[peer],
-        )
+        sent = self.to[peer].send(tensor, tag % _NUM_CHANNELS, lane_of(tag))
+        ahead = self._ahead[peer]
         ahead.note(sent, tensor)
         return SentWork(sent, ahead.make_room)
 

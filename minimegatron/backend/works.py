@@ -209,9 +209,8 @@ class SentWork(SharedMemoryWork):
     """A message that this rank has sent. Its tensor may be changed at once, and is not kept here."""
 
     def __init__(self, sent: Sent, make_room: Callable[[], None]):
-        dist.Work.__init__(
-            self
-        )  # nothing else is to be set: each call here delays the next message
+        # Nothing else is to be set, and each call here delays the next message.
+        dist.Work.__init__(self)
         self._sent, self._make_room = sent, make_room
 
     def is_taken(self) -> bool:

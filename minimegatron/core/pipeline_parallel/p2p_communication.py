@@ -111,7 +111,7 @@ class Receive(Started):
 
 
 def is_single_shape(x: Any) -> bool:
-    """True for one shape ([s, b, h]), False for a list of shapes and for everything else.
+    """True for one shape ([s, b, h]), which begins with a number; False for a list of shapes.
 
     >>> [is_single_shape(x) for x in ([4, 2, 8], [[4, 2, 8]], (), 5)]
     [True, False, False, False]
@@ -364,6 +364,7 @@ class P2PCommunicator:
         is_batch = self.config.batch_p2p_comm and not self.is_tagged
         ready: list[TensorMessage] = []
         works: list[Handle] = []
+        starting: TensorMessage | None = None
         try:
             for message in messages:
                 if message.is_send:
@@ -379,16 +380,18 @@ class P2PCommunicator:
                 ready.append(message)
                 # At once: memory for a receive is not made while a message waits to be sent.
                 if not is_batch:
+                    starting = message
                     works.append(self.start(message))
+                    starting = None
             if is_batch:
+                starting = next(iter(ready), None)
                 works = self.start_batch(ready)
         except (RuntimeError, OSError) as error:
-            if type(error) is ConnectionError:  # `_make_room` has waited, and has named both
+            if starting is None:  # there was no room, or no memory
                 raise
-            lost = ready[len(works)]
             raise ConnectionError(
-                f"stage {self.curr_rank_in_pg} lost stage {lost.peer} while starting a message "
-                f"({lost.payload}): {error}"
+                f"stage {self.curr_rank_in_pg} lost stage {starting.peer} while starting a message "
+                f"({starting.payload}): {error}"
             ) from error
         return [self._handle(m, work, runs_on) for m, work in zip(ready, works, strict=True)]
 

@@ -584,9 +584,6 @@ def _groups_of_a_step(
 
 def _real(groups: Iterable[Any]) -> list[dist.ProcessGroup]:
     """Those that connect several ranks, each once; not what stands in for a group."""
-    return [
-        group
-        for group in dict.fromkeys(groups)
-        # Of a group, `isinstance` asks torch's own functions; for the twenty groups here that counts.
-        if issubclass(type(group), dist.ProcessGroup) and group.size() > 1
-    ]
+    # `isinstance` would ask functions of torch's, once for each of some twenty groups.
+    real = dict.fromkeys(g for g in groups if issubclass(type(g), dist.ProcessGroup))
+    return [group for group in real if group.size() > 1]

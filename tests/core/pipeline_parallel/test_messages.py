@@ -256,3 +256,19 @@ def start_after_the_peer_has_left(kind: str) -> str:
 def test_a_message_that_cannot_be_started_names_both_stages():
     said, _ = run_over(SHARED, start_after_the_peer_has_left, 2)
     assert said.startswith("stage 0 lost stage 1 while starting a message (activation): "), said
+
+
+@pytest.mark.parametrize("is_batched", [True, False], ids=["batch", "lone"])
+def test_an_exchange_without_memory_names_no_stage(monkeypatch, is_batched):
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, batch_p2p_comm=is_batched
+    )
+    p2p = P2PCommunicator(FakeGroup(0, 2), config)
+
+    def fail(message: TensorMessage) -> TensorMessage:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(p2p, "_with_memory", fail)
+    monkeypatch.setattr(p2p, "start", lambda message: None)
+    with pytest.raises(RuntimeError, match="^no memory is left"):
+        p2p.exchange([send(1.0, 1), receive(1)])
