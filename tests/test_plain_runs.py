@@ -49,8 +49,8 @@ MORE_LINES_OF_ROOMS = 20
 MORE_WITH_ROOMS = 0.05
 
 CAPS = {
-    "spine: lines executed": 5286,
-    "spine: lines of branches never taken": 1009,
+    "spine: lines executed": 5287,
+    "spine: lines of branches never taken": 1010,
     "spine: lines of functions never entered": 856,
     "spine: lines outside functions": 1812,
     "spine: lines of signatures": 1951,
@@ -58,7 +58,7 @@ CAPS = {
     "rooms: lines executed": 921,  # anew
     "spine and rooms: lines executed": 6207,  # anew
     "other files that a whole run enters": 53,  # anew
-    "one step: lines reported, rooms apart": 1420,
+    "one step: lines reported, rooms apart": 1424,
     "one step: lines reported, with rooms": 1728,
     "wrappers before 1F1B": 4,
     "calls of tp2·pp2, rooms apart": 2374,
