@@ -181,7 +181,7 @@ class SharedMemoryWork(dist.Work):
     def _result_or_raise(self, done: torch.futures.Future) -> list[torch.Tensor]:
         if not self._is_finished:
             raise WireError(self._error or "what the future stands for has not come")
-        return self._outputs
+        return self.result()
 
     def giving(self, outputs: Tensors) -> "SharedMemoryWork":
         """The same work, whose result is in these tensors."""

@@ -53,6 +53,11 @@ def use_handles(num_bytes: int) -> bool:
     assert has(work.get_future().wait()[0], 3) and has(tensor, 3)
     work = dist.broadcast(full(num_bytes, 1), 0, group, async_op=True)
     assert has(work.get_future().value()[0] if work.wait() else None, 1)
+    if rank == 0:  # nothing comes of what was sent, and its tensor is not kept
+        sent = dist.isend(full(num_bytes, 1), 1, group=group)
+        assert sent.wait() and sent.result() == sent.get_future().wait() == []
+    else:
+        dist.recv(full(num_bytes, 0), 0, group=group)
     assert dist.barrier(group, async_op=True).wait()
     return True
 
