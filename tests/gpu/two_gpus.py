@@ -30,6 +30,8 @@ QUICK_TIMEOUT = 0.7
 RAISED_WITHIN = 60.0
 """The start of the ranks is in it. Where an error waits for the GPU, it comes after ten minutes."""
 HIDDEN_BOUND = 0.7
+CORES_OF_A_NOTEBOOK = 4
+"""A notebook's ranks wait more than they compute."""
 
 
 # -- messages --
@@ -235,20 +237,21 @@ def planted_hangs(place: Place) -> Iterator[Finding]:
 def notebooks(place: Place) -> Iterator[Finding]:
     """Every notebook with 1, 2 and 8 GPUs in sight, as far as they are here."""
     # Jupyter's libraries take seconds, which each rank of the other parts would wait for too.
-    from notebook_runs import ANSI, execute, sources
+    from notebook_runs import ANSI, executing, sources
 
     paths = [path for path in sources() if not place.is_quick or path.name.startswith("02_")]
     counts = [count for count in (1, 2, 8) if count <= place.num_gpus] or [0]
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    at_once = max(1, (os.cpu_count() or 1) // CORES_OF_A_NOTEBOOK)
     for count in counts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
         try:
-            for done in map(execute, paths):
-                print(done.error)
-                last = ANSI.sub("", done.error).strip()[
-                    -300:
-                ]  # the error; before it stands the cell
-                yield is_equal(f"{done.name}, GPUs: {count}", last or "runs", "runs")
+            with executing(paths, at_once) as runs:
+                for done in (future.result() for future in runs.values()):
+                    print(done.error)
+                    # The error; before it stands the cell.
+                    last = ANSI.sub("", done.error).strip()[-300:]
+                    yield is_equal(f"{done.name}, GPUs: {count}", last or "runs", "runs")
         finally:
             os.environ.pop("CUDA_VISIBLE_DEVICES")
             if before is not None:
