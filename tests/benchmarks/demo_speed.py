@@ -9,7 +9,7 @@ share eight experts, of which a token chooses two, and one process that also pre
 
 - demo: the step of `make demo`, with its data, its checks and its logging values;
 - ours: a bare loop over GPT, DDP, schedule and optimizer of minimegatron.core;
-- megatron: the same loop, over megatron-core's.
+- megatron: the same loop, over megatron-core's, whose groups are over gloo.
 
 The last two begin with the same weights and must have the same losses after three steps, or one. On a
 CPU megatron-core has no fused kernels; neither have we, except torch's own attention.

@@ -63,6 +63,7 @@ def surroundings(core: SimpleNamespace) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(cuda_calls_on_cpu())
         stack.enter_context(experts_on_cpu())
+        stack.enter_context(mock.patch.object(torch.distributed, "new_group", _new_group_over_gloo))
         # Its random states are those of a GPU's generators; there is no dropout here to need them.
         tracker = core.get_cuda_rng_tracker()
         stack.enter_context(mock.patch.object(tracker, "fork", contextlib.nullcontext))
@@ -71,7 +72,12 @@ def surroundings(core: SimpleNamespace) -> Iterator[None]:
         yield
 
 
-_type = torch.Tensor.type
+_type, _new_group = torch.Tensor.type, torch.distributed.new_group
+
+
+def _new_group_over_gloo(*args: Any, **options: Any) -> torch.distributed.ProcessGroup:
+    """What a program of megatron-core's has on CPUs. The default group here may be over our backend."""
+    return _new_group(*args, **{**options, "backend": options.get("backend") or "gloo"})
 
 
 def _type_as_on_gpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
