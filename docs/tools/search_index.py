@@ -28,7 +28,7 @@ BEHIND_AN_EXERCISE = re.compile(r"\.exercises\.catalog\.\w+\.(?!stub\.)\w+\.html
 SAME = 0
 """In place of an anchor that is the title."""
 MAX_TEXT = {"source": 70, "reference": 0, "rosetta": 400, "notebooks": 900, "exercises": 900}
-MAX_TEXT |= {"walkthroughs": 1500, "zh": 1000}
+MAX_TEXT |= {"walkthroughs": 1500, "zh": 1000, "benchmarks": 900}
 """Characters of a section's text that are kept; of other kinds, all."""
 WHOLE = {"names-in-older-texts"}
 """Sections that are kept whole: no other page has these names."""
