@@ -10,7 +10,7 @@
 # make docs-version  build it as one of several versions, into the branch gh-pages
 # make release-check  sdist and wheel from what is committed, and a new user's first commands; into dist/
 # make notebooks open the notebooks in JupyterLab
-# make bench   measure speed beside megatron-core and others, about 25 minutes, into docs/benchmarks
+# make bench   measure speed beside megatron-core and others, about 45 minutes, into docs/benchmarks
 # make gpu-check  checks the GPUs of this machine, each figure beside what was expected; without make
 #                 and .venv: python3 -m tests.gpu
 # make torch-check  the tests with the newest torch in a clone of this commit; notes the result for the

@@ -39,7 +39,7 @@ title: Benchmarks
 # Benchmarks
 
 Every figure here was written by a command, shown beside it, and the page is made from what it wrote.
-All of them: `make bench`, about 25 minutes on a machine that does nothing else.
+All of them: `make bench`, about 45 minutes on a machine that does nothing else.
 
 What is compared takes turns in the same run, so that the ratios hold although the seconds are those of
 one machine. Shown are medians. One implementation runs under two names, as *ours* and *ours'*: the gap
