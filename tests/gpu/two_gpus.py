@@ -30,8 +30,8 @@ QUICK_TIMEOUT = 0.7
 RAISED_WITHIN = 60.0
 """The start of the ranks is in it. Where an error waits for the GPU, it comes after ten minutes."""
 HIDDEN_BOUND = 0.7
-CORES_OF_A_NOTEBOOK = 4
-"""A notebook's ranks wait more than they compute."""
+MOST_NOTEBOOKS, CORES_OF_A_NOTEBOOK = 4, 4
+"""How many run at once: each rank of theirs takes some memory of its GPU."""
 
 
 # -- messages --
@@ -242,7 +242,7 @@ def notebooks(place: Place) -> Iterator[Finding]:
     paths = [path for path in sources() if not place.is_quick or path.name.startswith("02_")]
     counts = [count for count in (1, 2, 8) if count <= place.num_gpus] or [0]
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    at_once = max(1, (os.cpu_count() or 1) // CORES_OF_A_NOTEBOOK)
+    at_once = max(1, min(MOST_NOTEBOOKS, (os.cpu_count() or 1) // CORES_OF_A_NOTEBOOK))
     for count in counts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
         try:
