@@ -217,6 +217,12 @@ class Connection:
             self._put(HEADER.pack(MESSAGE, lane, self.epoch, call, num_bytes, *place, now))
             return Sent(self, slot)
 
+    def send_nothing(self, call: int) -> None:
+        """Tells the peer that this rank has made a call which moves no data: it needs no slot."""
+        place, now = (0, 0, 0, 0), time.monotonic()
+        with self._sending:
+            self._put(HEADER.pack(MESSAGE, STEPS, self.epoch, call, 0, *place, now))
+
     def _tell(self, kind: int, text: bytes = b"") -> None:
         """News of this rank's steps."""
         place, now = (0, 0, 0, 0), time.monotonic()
@@ -461,11 +467,13 @@ class PendingReceive:
         tensor, num_bytes = self.tensor, message.num_bytes
         self.sent_at, self.is_done = message.sent_at, True
         try:
-            slot = incoming.slots.get(message.offset, message.slot_bytes, message.mark_place)
-            wanted = tensor.nbytes
+            wanted, slot = tensor.nbytes, incoming.slot_of(message)
             if num_bytes != wanted or message.call != self.call:
-                slot.free()
+                if slot is not None:
+                    slot.free()
                 self.other = message
+            elif slot is None:
+                pass  # nothing was to come
             elif self._how == IN_PLACE:
                 self.tensor, self._held = slot.view(tensor), _Held(slot)
             elif self._how == LENT and slot.may_be_lent(wanted) and tensor.is_cpu and wanted > 0:

@@ -161,7 +161,7 @@ class Mesh:
         """Is done once all ranks have called it."""
         nothing = torch.empty(0)
         for peer in self.peers:
-            self.to[peer].send(nothing, call=call)
+            self.to[peer].send_nothing(call)
         return SharedMemoryWork(
             [], [self.to[peer].expect(nothing, call=call) for peer in self.peers]
         )

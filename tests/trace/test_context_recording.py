@@ -71,6 +71,8 @@ def record(cases: list[parity.Case], pace: dict[str, float] | None, times: int =
         paced = minimegatron.pace(**pace) if is_paced else nullcontext()
         with paced, minimegatron.trace() as run:
             for _ in range(times if is_paced else 1):
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
                 parity.run_step(case, groups, chunks, [iter(data) for _ in chunks], False)
         parallel_state.destroy_model_parallel()
         runs.append(run)

@@ -23,7 +23,7 @@ is the order on the wire, and `wait` makes the stream wait, not the program.
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -116,9 +116,9 @@ def is_single_shape(x: Any) -> bool:
     >>> [is_single_shape(x) for x in ([4, 2, 8], [[4, 2, 8]], (), 5)]
     [True, False, False, False]
     """
-    if isinstance(x, torch.Size):
-        return True
-    return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], int)
+    if not isinstance(x, (list, tuple)):
+        return False
+    return isinstance(x[0] if x else x, (int, torch.Size))
 
 
 def sends_shapes(config: ModelParallelConfig) -> bool:
@@ -245,9 +245,11 @@ class P2PCommunicator:
         self, output_tensors: Any, tensor_shapes: Shape | list[Shape], is_last_stage: bool
     ) -> Any:
         """Sends an output to the next stage and waits for a gradient from it; None on the last."""
-        messages = []
-        if not is_last_stage:
-            messages = self._in_order(send_next=output_tensors, recv_next=tensor_shapes)
+        messages = (
+            ()
+            if is_last_stage
+            else self._in_order(send_next=output_tensors, recv_next=tensor_shapes)
+        )
         return _as_asked(self.exchange(messages), tensor_shapes)
 
     @traced("backward-send-forward-recv")
@@ -255,9 +257,11 @@ class P2PCommunicator:
         self, input_tensor_grads: Any, tensor_shapes: Shape | list[Shape], is_first_stage: bool
     ) -> Any:
         """Sends a gradient to the previous stage, waits for an input from it; None on the first."""
-        messages = []
-        if not is_first_stage:
-            messages = self._in_order(send_prev=input_tensor_grads, recv_prev=tensor_shapes)
+        messages = (
+            ()
+            if is_first_stage
+            else self._in_order(send_prev=input_tensor_grads, recv_prev=tensor_shapes)
+        )
         return _as_asked(self.exchange(messages), tensor_shapes)
 
     # -- What interleaved 1F1B calls --
@@ -277,7 +281,7 @@ class P2PCommunicator:
         """
         shape = tensor_shape if recv_prev else None
         messages = self._in_order(send_next=output_tensor, recv_prev=shape)
-        return _now_or_later(messages, self.exchange(messages), "recv_prev", overlap_p2p_comm)
+        return _now_or_later(self.exchange(messages), "recv_prev", overlap_p2p_comm)
 
     @traced("backward-send-backward-recv")
     def send_backward_recv_backward(
@@ -290,7 +294,7 @@ class P2PCommunicator:
         """Sends a gradient back (unless None) and receives one (if `recv_next`). See above."""
         shape = tensor_shape if recv_next else None
         messages = self._in_order(send_prev=input_tensor_grad, recv_next=shape)
-        return _now_or_later(messages, self.exchange(messages), "recv_next", overlap_p2p_comm)
+        return _now_or_later(self.exchange(messages), "recv_next", overlap_p2p_comm)
 
     @traced("forward-backward-send-forward-backward-recv")
     def send_forward_backward_recv_forward_backward(
@@ -308,12 +312,12 @@ class P2PCommunicator:
             recv_prev=tensor_shape if recv_prev else None,
             recv_next=tensor_shape if recv_next else None,
         )
-        handles = _by_name(messages, self.exchange(messages))
+        handles = _by_name(self.exchange(messages))
         from_prev, from_next = handles.get("recv_prev"), handles.get("recv_next")
         return from_prev and from_prev.wait(), from_next and from_next.wait()
 
-    def _in_order(self, **given: Any) -> list[TensorMessage]:
-        """The messages of one call, as they must be started.
+    def _in_order(self, **given: Any) -> Iterator[TensorMessage]:
+        """The messages of one call, as they must be started; each made when the one before has been.
 
         `send_next` and `send_prev` are a tensor or a list of them, `recv_prev` and `recv_next` a shape
         or a list of them; None is the same as not given.
@@ -328,7 +332,6 @@ class P2PCommunicator:
             order = ("recv_prev", "send_next", "recv_next", "send_prev")
         else:
             order = ("send_next", "recv_prev", "send_prev", "recv_next")
-        messages = []
         for name in order:
             values = given.get(name)
             if values is None:
@@ -337,15 +340,14 @@ class P2PCommunicator:
             payload = ACTIVATION if name in ("send_next", "recv_prev") else GRADIENT
             if name in ("send_next", "send_prev"):
                 for tensor in values if isinstance(values, list) else [values]:
-                    messages.append(TensorMessage(True, tensor, peer, payload))
+                    yield TensorMessage(True, tensor, peer, payload)
             else:
                 for shape in [values] if is_single_shape(values) else values:
-                    messages.append(TensorMessage(False, None, peer, payload, shape))
-        return messages
+                    yield TensorMessage(False, None, peer, payload, shape)
 
     # -- The exchange itself --
 
-    def exchange(self, messages: Sequence[TensorMessage], overlap: bool = False) -> list[Any]:
+    def exchange(self, messages: Iterable[TensorMessage], overlap: bool = False) -> list[Any]:
         """Starts messages, in this order; returns a handle for each.
 
         Args:
@@ -359,7 +361,7 @@ class P2PCommunicator:
         messages as one batch. Raises ConnectionError, naming both stages, if a peer has gone.
         """
         if self._sends_shapes:
-            messages = self._with_shapes(messages, overlap)
+            messages = self._with_shapes(list(messages), overlap)
         runs_on = overlap or self.is_tagged or self.config.overlap_p2p_comm
         is_batch = self.config.batch_p2p_comm and not self.is_tagged
         ready: list[TensorMessage] = []
@@ -452,9 +454,7 @@ class P2PCommunicator:
 
     # -- Shapes ahead --
 
-    def _with_shapes(
-        self, messages: Sequence[TensorMessage], overlap: bool
-    ) -> Sequence[TensorMessage]:
+    def _with_shapes(self, messages: list[TensorMessage], overlap: bool) -> list[TensorMessage]:
         # Three int64 per message, so tensors between stages must have three dimensions.
         if all(message.payload not in (ACTIVATION, GRADIENT) for message in messages):
             return messages  # none, or these are the shapes
@@ -526,18 +526,16 @@ def _as_asked(handles: list[Started], tensor_shapes: Shape | list[Shape]) -> Any
     return tensors or [None] * len(tensor_shapes)
 
 
-def _now_or_later(
-    messages: list[TensorMessage], handles: list[Started], name: str, later: bool
-) -> Any:
+def _now_or_later(handles: list[Started], name: str, later: bool) -> Any:
     """The tensor of the one receive, None without one; with `later`, and all handles by name."""
-    by_name = _by_name(messages, handles)
+    by_name = _by_name(handles)
     received = by_name.get(name)
     if later:
         return received and received.tensor, by_name
     return received and received.wait()
 
 
-def _by_name(messages: list[TensorMessage], handles: list[Started]) -> dict[str, Started]:
+def _by_name(handles: list[Started]) -> dict[str, Started]:
     """Handles under Megatron's names for them."""
     names = {
         (True, ACTIVATION): "send_next",
@@ -545,7 +543,4 @@ def _by_name(messages: list[TensorMessage], handles: list[Started]) -> dict[str,
         (True, GRADIENT): "send_prev",
         (False, GRADIENT): "recv_next",
     }
-    by_name = {}
-    for message, handle in zip(messages, handles, strict=True):
-        by_name[names[message.is_send, message.payload]] = handle
-    return by_name
+    return {names[handle.message.is_send, handle.message.payload]: handle for handle in handles}

@@ -141,7 +141,8 @@ def autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     """Tells the chunk under its wrappers which microbatch comes now; there its layers may ask."""
-    unwrap_model(model).current_microbatch = microbatch_id
+    # Not the module's own `__setattr__`: it asks whether this is a parameter, for each microbatch.
+    object.__setattr__(unwrap_model(model), "current_microbatch", microbatch_id)
 
 
 def tell_whole_length(model: torch.nn.Module, seq_length: int) -> None:
@@ -306,10 +307,7 @@ def backward_step(
         output = config.grad_scale_func(output)
     # A stage may have had nothing to do for this microbatch (no image for the vision encoder).
     if output.requires_grad:
-        if config.deallocate_pipeline_outputs:
-            custom_backward(output, grad)
-        else:
-            torch.autograd.backward(output, grad_tensors=grad)
+        custom_backward(output, grad)
 
     for handed_on, grad_from_behind in zip(outputs[1:], grads[1:], strict=False):
         add_gradient(handed_on, grad_from_behind)
@@ -354,10 +352,11 @@ def deallocate_output_tensor(
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
-    """Backward from an output whose storage was freed.
+    """Backward from an output, also from one whose storage was freed.
 
     `torch.autograd.backward` compares the shapes of output and gradient, and a freed output has
-    shape [1]. The engine underneath does not look, so it is called directly.
+    shape [1]. The engine underneath does not look, so it is called directly. Raises ValueError without
+    a gradient, unless the output is one number.
     """
     if grad_output is None:
         if output.numel() != 1:

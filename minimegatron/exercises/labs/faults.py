@@ -210,8 +210,8 @@ FAULTS = (
     Fault(
         "checked-backward-of-a-freed-output",
         _PP + "steps.py",
-        "            custom_backward(output, grad)\n",
-        "            torch.autograd.backward(output, grad_tensors=grad)\n",
+        "        custom_backward(output, grad)\n",
+        "        torch.autograd.backward(output, grad_tensors=grad)\n",
         "torch compares the gradient's shape with that of an output that was freed.",
     ),
     Fault(
