@@ -39,7 +39,10 @@ OWN_FRAMES = (
 """The outermost frames of every launched rank, likewise."""
 
 
-IN_BACKWARD = re.compile(r'torch/autograd/graph.py", line \d+ in _engine_run_backward$')
+IN_BACKWARD = re.compile(
+    r'(torch/autograd/graph.py", line \d+ in _engine_run_backward'
+    r'|pipeline_parallel/steps.py", line \d+ in run_backward)$'
+)
 """Where the main thread stands while autograd works in threads of its own, one per GPU."""
 OF_PYTHON = re.compile(r'/threading.py", line \d+ in _bootstrap$')
 """The outermost frame of a thread that Python has started. Autograd starts its own without Python."""

@@ -208,15 +208,20 @@ Current thread 0x4 (most recent call first):
 """
 
 
-def test_the_thread_that_runs_the_backward_pass_is_shown_above_the_one_that_waits_for_it():
-    lines = main_stack(IN_BACKWARD).splitlines()
+OF_TORCH = "torch/autograd/graph.py", "_engine_run_backward"
+OF_THE_SCHEDULE = "minimegatron/core/pipeline_parallel/steps.py", "run_backward"
+
+
+@pytest.mark.parametrize(("file", "function"), [OF_TORCH, OF_THE_SCHEDULE])
+def test_the_thread_that_runs_the_backward_pass_is_shown_above_the_one_that_waits(file, function):
+    stacks = IN_BACKWARD.replace(OF_TORCH[0], file).replace(OF_TORCH[1], function)
+    lines = main_stack(stacks).splitlines()
     assert "in all_reduce" in lines[0]
     assert "autograd's own thread" in lines[3]
-    assert [line.rpartition(" ")[2] for line in lines[4:]] == [
-        "_engine_run_backward",
-        "backward",
-        "train",
-    ]
+    assert [line.rpartition(" ")[2] for line in lines[4:]] == [function, "backward", "train"]
+
+
+def test_other_threads_are_not_shown_for_autograds_own():
     # A thread of Python's own is none of autograd's; nor does one matter while the program runs.
     before, _, after = IN_BACKWARD.partition("Thread 0x3")
     without = before + after[after.index("Current") :]

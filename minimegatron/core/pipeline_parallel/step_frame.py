@@ -165,12 +165,12 @@ class StepFrame(NoFrame):
         is_backwards_turn = self.config.grad_sync_func is None or (
             chunk.vp_stage is None and self.stage == 0
         )
-        if is_backwards_turn and chunk.num_backwards_left() == 1:
+        if is_backwards_turn and chunk.num_backwards_left == 1:
             self._let_go(chunk)
 
     def after_backward(self, chunk: ModelChunk) -> None:
         """Launches the gradients that are due, and holds back those of the other chunks."""
-        self._backwards.append((self.chunks.index(chunk), chunk.num_backwards_left() == 0))
+        self._backwards.append((self.chunks.index(chunk), chunk.num_backwards_left == 0))
         if chunk.vp_stage is None:
             return
         # Stage r is r backwards behind the last stage. So all stages launch a chunk together.
@@ -222,7 +222,7 @@ class StepFrame(NoFrame):
             # Through these, each rank has heard from all. Copies whose gradients stay apart may leave.
             is_final = self.config.finalize_model_grads_func is not None
             names = ("tp", "pp", "dp_cp") if is_final else ("tp", "pp")
-            collectives.meet(_real(vars(self.pg_collection).get(name) for name in names))
+            collectives.meet(_real([vars(self.pg_collection).get(name) for name in names]))
         collectives.end_step(self._groups + self._others)
 
     def _give_up(self, error: BaseException) -> None:
@@ -577,7 +577,7 @@ def _groups_of_a_step(
     used = [known.get(name) for name in (*names, *GROUPS_OF_EXPERTS)]
     groups = _real([*used, getattr(p2p, "pp_group", None)])
     others, world = _real(known.values()), dist.group.WORLD
-    if world is not None and any(group.size() == world.size() for group in groups):
+    if world is not None and world.size() in [group.size() for group in groups]:
         others.append(world)
     return groups, [group for group in dict.fromkeys(others) if group not in groups]
 
@@ -585,5 +585,5 @@ def _groups_of_a_step(
 def _real(groups: Iterable[Any]) -> list[dist.ProcessGroup]:
     """Those that connect several ranks, each once; not what stands in for a group."""
     # `isinstance` would ask functions of torch's, once for each of some twenty groups.
-    real = dict.fromkeys(g for g in groups if issubclass(type(g), dist.ProcessGroup))
-    return [group for group in real if group.size() > 1]
+    real = [group for group in groups if issubclass(type(group), dist.ProcessGroup)]
+    return [group for group in dict.fromkeys(real) if group.size() > 1]

@@ -227,7 +227,8 @@ def forward_step_calc_loss(
             user_results.warn_of_mean(config, model)
             output_tensor = output_tensor * cp_group_size / num_microbatches
         forward_data_store.append(report)
-    _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
+    if config.aux_loss_scale_funcs:
+        _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
     return output_tensor, num_tokens.detach()
 
 
@@ -261,8 +262,6 @@ def _scale_auxiliary_losses(
 ) -> None:
     # Auxiliary losses (experts' balance, extra predicted tokens) are not in the loss that was just
     # scaled. Which divisors each needs, its function knows: every stage tells it, before backward.
-    if not config.aux_loss_scale_funcs:
-        return
     scale = torch.ones(1, device=output_tensor.device)
     if config.grad_scale_func is not None:
         scale = config.grad_scale_func(scale)
@@ -369,15 +368,10 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
 
 def run_backward(outputs: tuple, grads: tuple) -> None:
     """Backward from outputs with these gradients, by the engine itself: it compares no shapes."""
-    Variable._execution_engine.run_backward(
-        tensors=outputs,
-        grad_tensors=grads,
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    keep_graph, create_graph, inputs = False, False, ()  # no inputs: all leaves
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    run = Variable._execution_engine.run_backward
+    run(outputs, grads, keep_graph, create_graph, inputs, **options)
 
 
 def weight_gradients_of(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
@@ -445,7 +439,7 @@ class ModelChunk:
         self._num_in_flight = num_in_flight
         self._in_flight: dict[int, tuple[Any, Any]] = {}
         self.frame = frame or NoFrame()
-        self._num_forwards = self._num_backwards = 0
+        self._num_forwards, self.num_backwards_left = 0, num_microbatches  # in the whole step
 
     def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
         """Forward of one microbatch; remembers input and output for its backward."""
@@ -520,7 +514,7 @@ class ModelChunk:
 
     def finish_backward(self) -> None:
         """After a backward: its gradients may be due."""
-        self._num_backwards += 1
+        self.num_backwards_left -= 1
         self.frame.after_backward(self)
 
     def num_in_flight(self) -> int:
@@ -530,10 +524,6 @@ class ModelChunk:
     def is_in_last_microbatch(self) -> bool:
         """True from the beginning of its last forward, if no other microbatch is in flight then."""
         return self._num_forwards == self.num_microbatches and self.num_in_flight() == 0
-
-    def num_backwards_left(self) -> int:
-        """Microbatches of the step whose backward is not done."""
-        return self.num_microbatches - self._num_backwards
 
 
 def check_output(output_tensor: Any, shapes: Any, dtype: torch.dtype | None) -> None:
