@@ -17,10 +17,10 @@ import torch
 
 from minimegatron.backend.shared_memory import PAGE_BYTES, Arena, Piece, map_piece
 
-LARGE, MOST_LARGE_LENT = 1 << 20, 4
+LARGE, MOST_LARGE_LENT = 1 << 20, 16
 """One message of a channel may be lent at a time, and so many of this size in bytes, which take long to
 copy. What else a receiver keeps is its own memory."""
-_MAX_LOOKS = 16
+_MAX_LOOKS = 2 * MOST_LARGE_LENT
 _FREE, SENT, _LENT = 0, 1, 2
 
 
