@@ -113,12 +113,12 @@ class Receive(Started):
 def is_single_shape(x: Any) -> bool:
     """True for one shape ([s, b, h]), which begins with a number; False for a list of shapes.
 
-    >>> [is_single_shape(x) for x in ([4, 2, 8], [[4, 2, 8]], (), 5)]
-    [True, False, False, False]
+    >>> [is_single_shape(x) for x in ([4, 2, 8], [[4, 2, 8]], [torch.Size([4, 2, 8])], (), 5)]
+    [True, False, False, False, False]
     """
-    if not isinstance(x, (list, tuple)):
-        return False
-    return isinstance(x[0] if x else x, (int, torch.Size))
+    if isinstance(x, torch.Size):
+        return True
+    return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], int)
 
 
 def sends_shapes(config: ModelParallelConfig) -> bool:
@@ -245,11 +245,9 @@ class P2PCommunicator:
         self, output_tensors: Any, tensor_shapes: Shape | list[Shape], is_last_stage: bool
     ) -> Any:
         """Sends an output to the next stage and waits for a gradient from it; None on the last."""
-        messages = (
-            ()
-            if is_last_stage
-            else self._in_order(send_next=output_tensors, recv_next=tensor_shapes)
-        )
+        messages = ()
+        if not is_last_stage:
+            messages = self._in_order(send_next=output_tensors, recv_next=tensor_shapes)
         return _as_asked(self.exchange(messages), tensor_shapes)
 
     @traced("backward-send-forward-recv")
@@ -257,11 +255,9 @@ class P2PCommunicator:
         self, input_tensor_grads: Any, tensor_shapes: Shape | list[Shape], is_first_stage: bool
     ) -> Any:
         """Sends a gradient to the previous stage, waits for an input from it; None on the first."""
-        messages = (
-            ()
-            if is_first_stage
-            else self._in_order(send_prev=input_tensor_grads, recv_prev=tensor_shapes)
-        )
+        messages = ()
+        if not is_first_stage:
+            messages = self._in_order(send_prev=input_tensor_grads, recv_prev=tensor_shapes)
         return _as_asked(self.exchange(messages), tensor_shapes)
 
     # -- What interleaved 1F1B calls --
