@@ -141,8 +141,7 @@ def autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     """Tells the chunk under its wrappers which microbatch comes now; there its layers may ask."""
-    # Not the module's own `__setattr__`: it asks whether this is a parameter, for each microbatch.
-    object.__setattr__(unwrap_model(model), "current_microbatch", microbatch_id)
+    unwrap_model(model).current_microbatch = microbatch_id
 
 
 def tell_whole_length(model: torch.nn.Module, seq_length: int) -> None:
