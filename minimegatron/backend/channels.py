@@ -467,13 +467,15 @@ class PendingReceive:
         tensor, num_bytes = self.tensor, message.num_bytes
         self.sent_at, self.is_done = message.sent_at, True
         try:
-            wanted, slot = tensor.nbytes, incoming.slot_of(message)
+            wanted, slot = tensor.nbytes, None  # None: nothing was to come
+            if message.slot_bytes:
+                slot = incoming.slots.get(message.offset, message.slot_bytes, message.mark_place)
             if num_bytes != wanted or message.call != self.call:
                 if slot is not None:
                     slot.free()
                 self.other = message
             elif slot is None:
-                pass  # nothing was to come
+                pass
             elif self._how == IN_PLACE:
                 self.tensor, self._held = slot.view(tensor), _Held(slot)
             elif self._how == LENT and slot.may_be_lent(wanted) and tensor.is_cpu and wanted > 0:

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from typing import NamedTuple
 
 from minimegatron.backend.epochs import belong_together
-from minimegatron.backend.slots import TheirSlot, TheirSlots
+from minimegatron.backend.slots import TheirSlots
 
 FIRST_LANE_OF_NO_STEP = 1 << 31
 """From this lane on, messages belong to no step. Below, they belong to the epoch they were sent in."""
@@ -91,12 +91,6 @@ class Incoming:
         self._unread = unread
         return lanes
 
-    def slot_of(self, message: Header) -> TheirSlot | None:
-        """Where the message lies; None for one without data."""
-        if not message.slot_bytes:
-            return None
-        return self.slots.get(message.offset, message.slot_bytes, message.mark_place)
-
     def check(self, epoch: int) -> None:
         """Raises WireError if the peer will send nothing more of this epoch."""
         abandoned, reason = self._abandoned
@@ -113,9 +107,9 @@ class Incoming:
         """Gives back, unread, a lane's messages of earlier epochs. A peer's epochs come in order."""
         while messages and self._is_before(messages[0].epoch, epoch):
             self.num_dropped += 1
-            slot = self.slot_of(messages.popleft())
-            if slot is not None:
-                slot.free()
+            old = messages.popleft()
+            if old.slot_bytes:  # a barrier's has none
+                self.slots.get(old.offset, old.slot_bytes, old.mark_place).free()
 
     @staticmethod
     def _is_before(theirs: int, mine: int) -> bool:

@@ -313,7 +313,7 @@ class P2PCommunicator:
         return from_prev and from_prev.wait(), from_next and from_next.wait()
 
     def _in_order(self, **given: Any) -> Iterator[TensorMessage]:
-        """The messages of one call, as they must be started; each made when the one before has been.
+        """The messages of one call, in order; each is made once the one before has been started.
 
         `send_next` and `send_prev` are a tensor or a list of them, `recv_prev` and `recv_next` a shape
         or a list of them; None is the same as not given.

@@ -350,11 +350,9 @@ def deallocate_output_tensor(
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
-    """Backward from an output, also from one whose storage was freed.
-
-    `torch.autograd.backward` compares the shapes of output and gradient, and a freed output has
-    shape [1]. The engine underneath does not look, so it is called directly. Raises ValueError without
-    a gradient, unless the output is one number.
+    """Backward from an output, also from a freed one, of shape [1]: `torch.autograd.backward` would
+    refuse that. The engine underneath does not look. Raises ValueError without a gradient, unless the
+    output is one number; RuntimeError for a gradient of another shape than an output that was kept.
     """
     if grad_output is None:
         if output.numel() != 1:
@@ -362,6 +360,8 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
                 f"backward without a gradient needs a scalar, not shape {tuple(output.shape)}"
             )
         grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
+    if output.numel() != 1 and output.shape != grad_output.shape:
+        raise RuntimeError(f"a gradient of {tuple(grad_output.shape)} for {tuple(output.shape)}")
     run_backward((output,), (grad_output,))
 
 
@@ -438,7 +438,7 @@ class ModelChunk:
         self._num_in_flight = num_in_flight
         self._in_flight: dict[int, tuple[Any, Any]] = {}
         self.frame = frame or NoFrame()
-        self._num_forwards, self.num_backwards_left = 0, num_microbatches  # in the whole step
+        self._num_forwards, self.num_backwards_left = 0, num_microbatches  # of this step
 
     def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
         """Forward of one microbatch; remembers input and output for its backward."""

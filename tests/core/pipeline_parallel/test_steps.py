@@ -528,3 +528,12 @@ def test_t5_an_output_of_another_dtype_is_refused():
     steps.check_output(output, (8, 2, 8), torch.float16)
     with pytest.raises(ValueError, match="of torch.float16, .* receives torch.bfloat16; set pipe"):
         steps.check_output(output, (8, 2, 8), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 8), (8,), (8, 4)])
+def test_a_kept_output_refuses_a_gradient_of_another_shape(shape):
+    """The engine alone would add up what broadcasts, and say nothing."""
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="gradient of"):
+        backward_step(x, x * 2, torch.ones(shape), None, ModelParallelConfig())
+    assert x.grad is None
