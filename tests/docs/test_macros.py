@@ -34,7 +34,9 @@ def test_code_is_the_symbol_without_its_docstring(macros, package):
 
 
 def test_an_excerpt_has_whole_statements(macros, package):
-    macros.expand("{{ code " + STEPS + '.custom_backward from="raise ValueError" to="grad_output = " }}')
+    macros.expand(
+        "{{ code " + STEPS + '.custom_backward from="raise ValueError" to="grad_output = " }}'
+    )
     assert any("cuts the statement 'if output.numel() != 1:'" in fault for fault in macros.faults)
     macros.expand("{{ code " + STEPS + '.custom_backward from="raise ValueError" shows="scalar" }}')
     shown = lines_shown(macros.stash.pieces[0])
