@@ -17,8 +17,8 @@ from minimegatron.core.pipeline_parallel.placement import Placement
 from minimegatron.doctor.records import RECEIVING, SENDING, OpenCall, RankRecord, Unit
 from minimegatron.planner.actions import COMMUNICATE, RECEIVE, SEND, Action, parts_of
 from minimegatron.planner.links import KIND_OF_LINK, placement_of_run
-from minimegatron.planner.plan import plan_config_from_json
-from minimegatron.planner.stage import PlanConfig, Stage
+from minimegatron.planner.plan import plan_config_from_json, plan_rank
+from minimegatron.planner.stage import PlanConfig
 
 UNKNOWN: Unit = (None, None)
 DIRECTIONS = {SENDING: SEND, RECEIVING: RECEIVE}
@@ -83,7 +83,7 @@ def _planned_actions(record: RankRecord) -> Sequence[Action]:
         if config.pp_size != len(record.pipeline):
             return ()
         if config.wire is None and schedule.messages is not None:
-            return list(schedule.messages(Stage(config, rank)))
+            return plan_rank(schedule.messages, config, rank)
         return lowered_step(replace(config, wire=config.wire or TAGGED)).ranks[rank]
     except (TypeError, ValueError, ArithmeticError, LookupError):
         # A schedule this process does not know, or sizes that no plan has: then there is no plan.

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minimegatron.core.json_text import check_depth
+from minimegatron.core.orders.recorder import is_loop, record_loop
 from minimegatron.core.pipeline_parallel.lowering import lower
 from minimegatron.core.pipeline_parallel.orders import (
     COMBINED,
@@ -38,7 +39,7 @@ from minimegatron.core.pipeline_parallel.orders import (
 )
 from minimegatron.core.pipeline_parallel.placement import LINE, Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
-from minimegatron.planner import written_schedules as _with_messages  # noqa: F401 (registers them)
+from minimegatron.planner import written_loops as _with_messages  # noqa: F401 (registers them)
 from minimegatron.planner.actions import (
     ACTIVATION,
     CALL,
@@ -298,7 +299,7 @@ def plan(
     with without_garbage_collection():
         if wire is not None:
             return Plan(config, lower(order_of_ranks(config, found), config))
-        return Plan(config, [_plan_rank(found.messages, config, rank) for rank in range(pp)])
+        return Plan(config, [plan_rank(found.messages, config, rank) for rank in range(pp)])
 
 
 def _choose(pp: int, vpp: int | None) -> str:
@@ -369,13 +370,20 @@ def _check_wire(found: Schedule, wire: str | None) -> None:
         )
 
 
-def _plan_rank(function: Callable, config: PlanConfig, rank: int) -> list[Action]:
+def plan_rank(function: Callable, config: PlanConfig, rank: int) -> list[Action]:
+    """What one stage does by a schedule with its messages: a loop over actors, or a generator.
+
+    Raises ValueError for a function that is neither, or that yields anything but actions.
+    """
+    if is_loop(function):
+        return record_loop(function, config, rank)
     stage = Stage(config, rank)
     try:
         inspect.signature(function).bind(stage)
     except TypeError:
         raise ValueError(
-            f"schedule {config.schedule} must be a function of one argument, the stage"
+            f"schedule {config.schedule} must be a function of one argument, the stage, or a loop of "
+            "a chunk and a communicator (chunk, p2p, ...)"
         ) from None
     yielded = function(stage)
     if not isinstance(yielded, Iterable):

@@ -4,7 +4,10 @@ Megatron has no counterpart: there a schedule is a function that runs.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 
+from minimegatron.core.orders.recorder import is_loop, record_loop
 from minimegatron.core.pipeline_parallel import orders
 from minimegatron.core.pipeline_parallel.orders import Schedule, schedule_names
 from minimegatron.planner.actions import Action
@@ -19,15 +22,17 @@ __all__ = [
     "unregister_schedule",
 ]
 
-ScheduleFunction = Callable[[Stage], Iterable[Action]]
-"""Yields everything that one stage does in a step, in order."""
+ScheduleFunction = Callable[[Stage], Iterable[Action]] | Callable[..., None]
+"""Yields everything that one stage does in a step, in order; or does it, as a loop over actors."""
 
 
 def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
     """Makes a schedule function known as `name`: to `plan`, the command line and the runtime.
 
-    A function that says what is sent and received, and when. If that can be left to `lowering`, the
-    order alone is enough: `core.pipeline_parallel.orders.register_order`.
+    A function that says what is sent and received, and when: a generator of a stage's actions, or a
+    loop over a chunk and a communicator as those of training (`core.pipeline_parallel.loops`). If the
+    messages can be left to `lowering`, the order alone is enough:
+    `core.pipeline_parallel.orders.register_order`.
 
     >>> @register_schedule("one-at-a-time")
     ... def one_at_a_time(stage):
@@ -61,7 +66,15 @@ def unregister_schedule(name: str) -> None:
 def get_schedule(name: str) -> ScheduleFunction:
     """The function registered under `name`: one with messages or, if there is none, the order.
 
-    Raises ValueError, listing all names, if nothing is.
+    Of one that is a loop over actors, a function of a stage that returns what the loop does. Raises
+    ValueError, listing all names, if nothing is.
     """
     schedule = orders.get_schedule(name)
+    if schedule.messages is not None and is_loop(schedule.messages):
+        return partial(_recorded, schedule)
     return schedule.messages or schedule.order
+
+
+def _recorded(schedule: Schedule, stage: Stage) -> list[Action]:
+    config = replace(stage.config, schedule=schedule.name)
+    return record_loop(schedule.messages, config, stage.pp_rank)

@@ -4,8 +4,12 @@ Counterpart: the methods carry the names of
 `megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator`, which the run calls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from minimegatron.core.orders.calls import METHODS, OVERLAP
+from minimegatron.core.orders.recorder import messages_of_calls, order_of_messages
 from minimegatron.core.pipeline_parallel.orders import PlanConfig, PlannedRank
 from minimegatron.planner.actions import (
     ACTIVATION,
@@ -24,16 +28,6 @@ __all__ = ["PlanConfig", "Stage", "Unit"]
 
 Unit = int | tuple[int, int]
 """The work on one microbatch in one chunk: (microbatch, chunk), or the microbatch for chunk 0."""
-
-
-# -- The order in which one call starts its messages --
-# A batch lists the previous stage's first, as Megatron's `_batched_p2p_ops` does. Separate sends
-# and receives may each block until the partner is there. Were all stages to send first, a ring of
-# them would wait for ever, so odd stages receive first (`_p2p_ops`).
-_SEND_NEXT, _RECV_PREV, _SEND_PREV, _RECV_NEXT = range(4)
-BATCHED_ORDER = (_SEND_PREV, _RECV_PREV, _SEND_NEXT, _RECV_NEXT)
-EVEN_ORDER = (_SEND_NEXT, _RECV_PREV, _SEND_PREV, _RECV_NEXT)
-ODD_ORDER = (_RECV_PREV, _SEND_NEXT, _RECV_NEXT, _SEND_PREV)
 
 
 @dataclass
@@ -65,27 +59,16 @@ class Stage(PlannedRank):
     the call is made, without a message. Set `phase` to name what the following actions belong to.
     """
 
-    _ends: tuple = field(init=False, repr=False)
-    _order: tuple = field(init=False, repr=False)
+    _moves: dict = field(init=False, repr=False)
     _first_chunk: int | None = field(init=False, repr=False)
     _last_chunk: int | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        next_rank = (self.pp_rank + 1) % self.pp_size
-        prev_rank = (self.pp_rank - 1) % self.pp_size
-        self._ends = (
-            (SEND, ACTIVATION, next_rank),
-            (RECEIVE, ACTIVATION, prev_rank),
-            (SEND, GRADIENT, prev_rank),
-            (RECEIVE, GRADIENT, next_rank),
-        )
         # The chunk of this stage at either end of the model, if it has one.
         self._first_chunk = 0 if self.pp_rank == 0 else None
         self._last_chunk = self.num_model_chunks - 1 if self.is_last_stage else None
-        if self.config.batch_p2p_comm:
-            self._order = BATCHED_ORDER
-        else:
-            self._order = ODD_ORDER if self.pp_rank % 2 else EVEN_ORDER
+        order = order_of_messages(self.config, self.pp_rank)
+        self._moves = messages_of_calls(self.pp_rank, self.pp_size, order)
 
     # -- Where this stage stands --
 
@@ -123,113 +106,71 @@ class Stage(PlannedRank):
         return Action(PAIR, self.pp_rank, self.phase, *unit, parts=(first, second))
 
     # -- Messages: the nine methods of P2PCommunicator --
+    # `recv_forward(receives)`, `send_forward(output)`, `send_forward_recv_backward(output, receives)`
+    # and so on name a unit for each message that they move, in the order of the method's name.
     # `output` is the forward whose output is sent, `input` the backward whose input gradient is;
-    # `receives_...` names the work that the received tensor is for. None: nothing to move.
+    # `receives...` names the work that the received tensor is for. None: nothing to move.
 
-    def recv_forward(self, receives: Unit) -> Action:
-        """Receives the input of a forward."""
-        return self._exchange("recv_forward", recv_prev=self._unless_first(receives))
-
-    def recv_backward(self, receives: Unit) -> Action:
-        """Receives the output gradient of a backward."""
-        return self._exchange("recv_backward", recv_next=self._unless_last(receives))
-
-    def send_forward(self, output: Unit) -> Action:
-        """Sends the output of a forward."""
-        return self._exchange("send_forward", send_next=self._unless_last(output))
-
-    def send_backward(self, input: Unit) -> Action:
-        """Sends the input gradient of a backward."""
-        return self._exchange("send_backward", send_prev=self._unless_first(input))
-
-    def send_forward_recv_backward(self, output: Unit, receives: Unit) -> Action:
-        """Sends an output to the next stage, receives an output gradient from it."""
-        return self._exchange(
-            "send_forward_recv_backward",
-            send_next=self._unless_last(output),
-            recv_next=self._unless_last(receives),
-        )
-
-    def send_backward_recv_forward(self, input: Unit, receives: Unit) -> Action:
-        """Sends an input gradient to the previous stage, receives an input from it."""
-        return self._exchange(
-            "send_backward_recv_forward",
-            send_prev=self._unless_first(input),
-            recv_prev=self._unless_first(receives),
-        )
-
-    def send_forward_recv_forward(
-        self, output: Unit | None, receives: Unit | None, overlap: bool = False
-    ) -> Action:
-        """Sends an output onwards and receives an input."""
-        return self._exchange(
-            "send_forward_recv_forward",
-            send_next=self._unless_last(output),
-            recv_prev=self._unless_first(receives),
-            overlap=overlap,
-        )
-
-    def send_backward_recv_backward(
-        self, input: Unit | None, receives: Unit | None, overlap: bool = False
-    ) -> Action:
-        """Sends an input gradient back and receives an output gradient."""
-        return self._exchange(
-            "send_backward_recv_backward",
-            send_prev=self._unless_first(input),
-            recv_next=self._unless_last(receives),
-            overlap=overlap,
-        )
-
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output: Unit | None,
-        input: Unit | None,
-        receives_forward: Unit | None,
-        receives_backward: Unit | None,
-    ) -> Action:
-        """All four at once."""
-        return self._exchange(
-            "send_forward_backward_recv_forward_backward",
-            send_next=self._unless_last(output),
-            recv_prev=self._unless_first(receives_forward),
-            send_prev=self._unless_first(input),
-            recv_next=self._unless_last(receives_backward),
-        )
-
-    def _unless_first(self, unit: Unit | None) -> tuple[int, int] | None:
-        if isinstance(unit, int):
-            unit = (unit, 0)
-        return None if unit is None or unit[1] == self._first_chunk else unit
-
-    def _unless_last(self, unit: Unit | None) -> tuple[int, int] | None:
-        if isinstance(unit, int):
-            unit = (unit, 0)
-        return None if unit is None or unit[1] == self._last_chunk else unit
-
-    def _sizes_of(self, part: int, chunk: int) -> tuple[int, ...]:
-        """Sizes of the messages of one kind: behind the chunk's stage, or before it."""
-        stage = self.placement.stage_of(self.pp_rank, chunk)
-        return self.config.sizes_behind(stage - (part in (_RECV_PREV, _SEND_PREV)))
-
-    def _exchange(
-        self,
-        call: str,
-        send_next: tuple[int, int] | None = None,
-        recv_prev: tuple[int, int] | None = None,
-        send_prev: tuple[int, int] | None = None,
-        recv_next: tuple[int, int] | None = None,
-        overlap: bool = False,
-    ) -> Action:
-        units = (send_next, recv_prev, send_prev, recv_next)
-        ends, config = self._ends, self.config
-        has_one_size = config.message_factors is None and config.message_sizes is None
-        one_size = (config.message_bytes,)
+    def communicate(self, call: str, units: list["Unit | None"], overlap: bool = False) -> Action:
+        """One call of the communicator, by its name; a unit for each message that it moves."""
+        needed = dict(zip(_moved_by(call), units, strict=True))
         messages = [
-            Message(*ends[part], *units[part], size)
-            for part in self._order
-            if units[part] is not None
-            for size in (one_size if has_one_size else self._sizes_of(part, units[part][1]))
+            Message(direction, payload, peer, *unit, size)
+            for direction, payload, peer, _ in self._moves[call]
+            if (unit := self._unit(direction, payload, needed[direction, payload])) is not None
+            for size in self._sizes_of(direction, payload, unit[1])
         ]
         return Action(
             COMMUNICATE, self.pp_rank, self.phase, None, None, call, tuple(messages), overlap
         )
+
+    def _unit(self, direction: str, payload: str, unit: Unit | None) -> tuple[int, int] | None:
+        if isinstance(unit, int):
+            unit = (unit, 0)
+        is_to_next = (direction == SEND) == (payload == ACTIVATION)
+        end = self._last_chunk if is_to_next else self._first_chunk
+        return None if unit is None or unit[1] == end else unit
+
+    def _sizes_of(self, direction: str, payload: str, chunk: int) -> tuple[int, ...]:
+        """Sizes of the messages of one kind: behind the chunk's stage, or before it."""
+        stage = self.placement.stage_of(self.pp_rank, chunk)
+        is_behind = (direction == SEND) == (payload == ACTIVATION)
+        return self.config.sizes_behind(stage - (not is_behind))
+
+
+def _moved_by(call: str) -> list[tuple[str, str]]:
+    """(direction, payload) of what a call moves, in the order of its name."""
+    sends = [(SEND, payload) for _, payload in METHODS[call].sends]
+    return sends + [(RECEIVE, payload) for payload in METHODS[call].receives]
+
+
+_NAMES = {
+    (SEND, ACTIVATION): "output",
+    (SEND, GRADIENT): "input",
+    (RECEIVE, ACTIVATION): "receives_forward",
+    (RECEIVE, GRADIENT): "receives_backward",
+}
+"""What a method calls its units."""
+
+
+def _method(call: str) -> Callable[..., Action]:
+    names = [_NAMES[moved] for moved in _moved_by(call)]
+    if len(METHODS[call].receives) == 1:
+        names = ["receives" if name.startswith("receives") else name for name in names]
+
+    def method(self: Stage, *units: "Unit | None", overlap: bool = False, **given: Any) -> Action:
+        found = dict(zip(names, units, strict=False))
+        if len(units) == len(names) + 1 and OVERLAP in METHODS[call].parameters:
+            overlap = units[-1]
+        elif len(units) > len(names) or found.keys() & given.keys() or {*found, *given} != {*names}:
+            raise TypeError(f"{call} takes {', '.join(names)}")
+        found |= given
+        return self.communicate(call, [found[name] for name in names], overlap)
+
+    method.__name__, method.__qualname__ = call, f"Stage.{call}"
+    method.__doc__ = f"What `P2PCommunicator.{call}` moves; takes {', '.join(names)}."
+    return method
+
+
+for _call in METHODS:
+    setattr(Stage, _call, _method(_call))

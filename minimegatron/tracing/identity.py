@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from minimegatron.core.orders.calls import METHODS, CommunicatorCall
 from minimegatron.core.tracing import Call
 from minimegatron.planner.actions import (
     ACTIVATION,
@@ -64,39 +65,12 @@ class SeenMessage:
     """What it was made by (send) or used for (receive); None until that is seen."""
 
 
-class _Method(NamedTuple):
-    """How to read one method of `P2PCommunicator`."""
-
-    sends: tuple[tuple[str, str], ...]
-    """(argument, payload)"""
-    receives: tuple[str, ...]
-    """The payloads of what it returns."""
-    silent_if: str | None = None
-    """The argument that, when true, makes it send and receive nothing."""
-
-
-METHODS = {
-    "forward-recv": _Method((), (ACTIVATION,), "is_first_stage"),
-    "backward-recv": _Method((), (GRADIENT,), "is_last_stage"),
-    "forward-send": _Method((("output_tensors", ACTIVATION),), (), "is_last_stage"),
-    "backward-send": _Method((("input_tensor_grads", GRADIENT),), (), "is_first_stage"),
-    "forward-send-backward-recv": _Method(
-        (("output_tensors", ACTIVATION),), (GRADIENT,), "is_last_stage"
-    ),
-    "backward-send-forward-recv": _Method(
-        (("input_tensor_grads", GRADIENT),), (ACTIVATION,), "is_first_stage"
-    ),
-    "forward-send-forward-recv": _Method((("output_tensor", ACTIVATION),), (ACTIVATION,)),
-    "backward-send-backward-recv": _Method((("input_tensor_grad", GRADIENT),), (GRADIENT,)),
-    "forward-backward-send-forward-backward-recv": _Method(
-        (("output_tensor", ACTIVATION), ("input_tensor_grad", GRADIENT)), (ACTIVATION, GRADIENT)
-    ),
-}
+BY_LINK = {call.link: call for call in METHODS.values()}
 """Megatron's nine methods of the communicator, by the names they are traced under."""
 
 EXCHANGE = "exchange"
 """The communicator's own method: its messages name their peers themselves."""
-CALLS = (*METHODS, EXCHANGE)
+CALLS = (*BY_LINK, EXCHANGE)
 
 
 @dataclass(slots=True)
@@ -170,8 +144,8 @@ class UnitFinder:
         """Adds what only the result tells. Nothing if the call raised."""
         if call.result is None:
             return
-        if call.name in METHODS:
-            self._end_method(call, METHODS[call.name], finding)
+        if call.name in BY_LINK:
+            self._end_method(call, BY_LINK[call.name], finding)
         elif call.name == EXCHANGE:
             self._end_exchange(call, finding)
         elif call.name == COMBINED_STEP:
@@ -230,7 +204,7 @@ class UnitFinder:
     # -- Messages --
 
     def _begin_method(self, call: Call) -> Finding:
-        method, arguments = METHODS[call.name], call.arguments
+        method, arguments = BY_LINK[call.name], call.arguments
         finding = Finding(messages=[], overlap=bool(arguments.get("overlap_p2p_comm")))
         if method.silent_if is None or not arguments[method.silent_if]:
             for argument, payload in method.sends:
@@ -240,7 +214,7 @@ class UnitFinder:
         self._exchange = finding
         return finding
 
-    def _end_method(self, call: Call, method: _Method, finding: Finding) -> None:
+    def _end_method(self, call: Call, method: CommunicatorCall, finding: Finding) -> None:
         result = call.result
         if finding.overlap:
             result = result[0]
@@ -308,7 +282,7 @@ class UnitFinder:
         "p2p-start": _begin_start,
         "p2p-wait": _begin_wait,
         EXCHANGE: _begin_exchange,
-        **dict.fromkeys(METHODS, _begin_method),
+        **dict.fromkeys(BY_LINK, _begin_method),
     }
 
 

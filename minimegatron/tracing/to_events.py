@@ -8,17 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
-from minimegatron.planner import written_schedules
+from minimegatron.core.orders.phases import phase_counts
+from minimegatron.core.orders.phases import phases_of as phases_of_actions
+from minimegatron.core.pipeline_parallel.orders import COMBINED, GPIPE, INTERLEAVED
 from minimegatron.planner.actions import (
-    BACKWARD,
     CALL,
     COMMUNICATE,
-    COOLDOWN,
-    FORWARD,
     PAIR,
-    STEADY,
-    WARMUP,
     Action,
     Event,
     Message,
@@ -215,42 +211,15 @@ def phases_of(
 ) -> list[str | None]:
     """The phase of each action of one rank's step.
 
-    Of the written schedules, a forward or backward has the phase that the schedule's arithmetic gives
-    it. A call that only receives belongs to what follows it; any other call, to what it follows. Other
-    schedules, and those whose messages were lowered, say it in their plan (`planned`).
+    Of the written schedules, arithmetic gives it (`core.orders.phases`). Other schedules, and those
+    whose messages were lowered, say it in their plan (`planned`).
     """
-    if config.schedule == written_schedules.NO_PIPELINING and config.wire is None:
-        return [STEADY] * len(actions)
-    is_written = config.schedule in (written_schedules.ONE_F_ONE_B, written_schedules.INTERLEAVED)
-    if not is_written or config.wire is not None:
+    counts = phase_counts(config, actions[0].rank if actions else 0)
+    # Of combined steps the pairs must be known, and their plan knows them.
+    if counts is None or config.wire is not None or config.schedule in (GPIPE, COMBINED):
         return _planned_phases(actions, config, planned)
-    is_interleaved = config.schedule == written_schedules.INTERLEAVED
-    counts = count_rank_microbatches(
-        config.pp_size,
-        actions[0].rank if actions else 0,
-        config.num_microbatches,
-        config.num_model_chunks,
-        config.microbatch_group_size_per_vp_stage or 0,
-        is_interleaved=is_interleaved,
-        forward_only=config.forward_only and is_interleaved,
-    )
-    phases: list[str | None] = [None] * len(actions)
-    num_forwards = num_backwards = 0
-    for index, action in enumerate(actions):
-        if action.kind == FORWARD:
-            phases[index] = WARMUP if num_forwards < counts.num_warmup else STEADY
-            num_forwards += 1
-        elif action.kind == BACKWARD:
-            phases[index] = STEADY if num_backwards < counts.num_remaining else COOLDOWN
-            num_backwards += 1
-    _fill_from_neighbours(phases, actions)
-    if is_interleaved:
-        # Its first call belongs to warm-up even on a stage that has nothing to warm up.
-        phases = [
-            WARMUP if a.call == "recv_forward" else phase
-            for a, phase in zip(actions, phases, strict=True)
-        ]
-    return phases
+    kinds = [action.call or action.kind for action in actions]
+    return phases_of_actions(kinds, counts, config.schedule == INTERLEAVED)
 
 
 def _planned_phases(actions: list[Action], config: PlanConfig, planned: PlanOf) -> list[str | None]:
@@ -271,18 +240,3 @@ def _planned_phases(actions: list[Action], config: PlanConfig, planned: PlanOf) 
     for (number, _), planned_part in zip(done, in_plan, strict=True):
         phases[number] = planned_part.phase
     return phases
-
-
-def _fill_from_neighbours(phases: list[str | None], actions: list[Action]) -> None:
-    after: list[str | None] = [None] * len(actions)
-    following = None
-    for index in reversed(range(len(actions))):
-        following = phases[index] or following
-        after[index] = following
-    before = None
-    for index, action in enumerate(actions):
-        if action.kind != COMMUNICATE:
-            before = phases[index]
-            continue
-        only_receives = action.call.startswith("recv")
-        phases[index] = (after[index] or before) if only_receives else (before or after[index])

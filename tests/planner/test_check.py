@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from minimegatron.planner import written_schedules
+from minimegatron.core.pipeline_parallel.loops import interleaved_1f1b
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,
@@ -292,17 +292,12 @@ def test_overlapped_receives_can_deadlock_too():
     assert kinds(problems) == {"leak"}
 
 
-def half_the_warmup(stage):
+def half_the_warmup(chunks, p2p, order, tensor_shape, overlap):
     """Interleaving that warms up p - r - 1 + (v - 1)G forwards instead of 2(p - r - 1) + (v - 1)G."""
-    planner = written_schedules._Interleaved(stage)
-    total = planner.counts.total
-    num_warmup = planner.counts.num_warmup - (stage.pp_size - stage.pp_rank - 1)
-    planner.counts = planner.counts._replace(
-        num_warmup=num_warmup, num_remaining=total - num_warmup
-    )
-    yield from planner.warmup()
-    yield from planner.steady()
-    yield from planner.cooldown()
+    num_warmup = order.counts.num_warmup - (order.pp_size - order.pp_rank - 1)
+    num_remaining = order.counts.total - num_warmup
+    order.counts = order.counts._replace(num_warmup=num_warmup, num_remaining=num_remaining)
+    interleaved_1f1b(chunks, p2p, order, tensor_shape, overlap)
 
 
 @pytest.mark.parametrize(("p", "M", "v"), [(3, 6, 2), (4, 8, 2), (4, 8, 3), (5, 10, 2)])

@@ -26,6 +26,7 @@ import torch
 
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.loops import one_stage_in_pairs
 from minimegatron.core.pipeline_parallel.p2p_communication import Shape  # noqa: F401  Megatron's
 from minimegatron.core.pipeline_parallel.schedule_node import AbstractSchedulePlan, detached
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
@@ -51,17 +52,19 @@ def run_on_one_stage(
 
     `no_sync_func` makes what holds gradients back until the last backward, if no frame does.
     """
-    with no_sync_func():
-        for microbatch in range(chunk.num_microbatches):
-            _step_of_chunk(chunk, microbatch, chunk if microbatch > 0 else None)
-    _step_of_chunk(None, None, chunk)
+    with contextlib.ExitStack() as held:
+        held.enter_context(no_sync_func())
+        one_stage_in_pairs(partial(_step_of_chunk, chunk, held), chunk.num_microbatches)
 
 
 def _step_of_chunk(
-    f_chunk: ModelChunk | None, microbatch: int | None, b_chunk: ModelChunk | None
+    chunk: ModelChunk, held: contextlib.ExitStack, microbatch: int | None, has_backward: bool
 ) -> None:
-    chunk, b_output = f_chunk or b_chunk, None
-    if f_chunk is not None:
+    f_chunk, b_chunk = None if microbatch is None else chunk, chunk if has_backward else None
+    b_output = None
+    if f_chunk is None:
+        held.close()
+    else:
         f_chunk.begin_forward(microbatch)
     if b_chunk is not None:
         _, b_output = b_chunk.begin_backward()

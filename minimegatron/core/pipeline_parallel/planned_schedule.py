@@ -14,6 +14,7 @@ import torch
 
 from minimegatron.core.collectives import is_tagged
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.orders.calls import ASKED_BY, METHODS, OVERLAP
 from minimegatron.core.pipeline_parallel.lowering import (
     EXCHANGE,
     LoweredStep,
@@ -386,34 +387,18 @@ def call_method(
 
     Returns for each message (tensor, handle): None for a send, and for what has been waited for.
     """
+    method = METHODS[action.call]
     kinds = [(message.direction, message.payload) for message in action.messages]
     found = dict(zip(kinds, tensors, strict=True))
-    output, input_grad = found.get((SEND, ACTIVATION)), found.get((SEND, GRADIENT))
-    recv_prev, recv_next = (RECEIVE, ACTIVATION) in found, (RECEIVE, GRADIENT) in found
-    method, handles = getattr(p2p, action.call), {}
-    new_input = new_grad = None
-    if action.call == "recv_forward":
-        new_input = method(shape, not recv_prev)
-    elif action.call == "recv_backward":
-        new_grad = method(shape, not recv_next)
-    elif action.call == "send_forward":
-        method(output, output is None)
-    elif action.call == "send_backward":
-        method(input_grad, input_grad is None)
-    elif action.call == "send_forward_recv_backward":
-        new_grad = method(output, shape, not recv_next)
-    elif action.call == "send_backward_recv_forward":
-        new_input = method(input_grad, shape, not recv_prev)
-    elif action.call == "send_forward_backward_recv_forward_backward":
-        new_input, new_grad = method(output, input_grad, recv_prev, recv_next, shape)
-    else:
-        forward = action.call == "send_forward_recv_forward"
-        arguments = (output, recv_prev) if forward else (input_grad, recv_next)
-        result = method(*arguments, shape, overlap_p2p_comm=action.overlap)
-        tensor, handles = result if action.overlap else (result, {})
-        new_input, new_grad = (tensor, None) if forward else (None, tensor)
+    given = {"tensor_shape": shape, "tensor_shapes": shape, OVERLAP: action.overlap}
+    given |= {name: found.get((SEND, payload)) for name, payload in method.sends}
+    given |= {asked_by: (RECEIVE, payload) in found for payload, asked_by in ASKED_BY.items()}
+    given[method.silent_if] = not found
+    result = getattr(p2p, action.call)(**{name: given[name] for name in method.parameters})
+    result, handles = result if action.overlap else (result, {})
+    results = result if len(method.receives) > 1 else (result,)
     arrived = {
-        (RECEIVE, ACTIVATION): (new_input, handles.get("recv_prev")),
-        (RECEIVE, GRADIENT): (new_grad, handles.get("recv_next")),
+        (RECEIVE, payload): (tensor, handles.get(ASKED_BY[payload]))
+        for payload, tensor in zip(method.receives, results, strict=False)
     }
     return [arrived.get(kind, (None, None)) for kind in kinds]

@@ -1,15 +1,16 @@
 """One training step's forwards and backwards: which schedule, and the two that need no chunks.
 
-A schedule runs `forward_step` and `backward_step` once per microbatch, `P2PCommunicator` between
-them, and around them `StepFrame`, which ends with `config.finalize_model_grads_func`. Counterpart:
+A schedule makes a chunk and a communicator, and a loop runs `forward_step` and `backward_step` once
+per microbatch, with messages between them. `StepFrame` is around the loop, and ends with
+`config.finalize_model_grads_func`. Counterpart:
 `megatron.core.pipeline_parallel.schedules`; what stands there in one file is here in several, and
 its names can be imported from this one:
 
+* `loops`: the order in which microbatches go forward and backward, and the messages between.
 * `steps`: one microbatch on one stage.
 * `step_frame`: what stands around all of them; the same for every schedule.
 * `schedule_table`: the order of work, as arithmetic without torch.
-* `interleaved`: 1F1B over several model chunks per stage.
-* this file: no pipeline, and plain 1F1B.
+* this file, and `interleaved` for several chunks per stage: the arguments, and who runs the loop.
 * `planned_schedule`: any other order of work, by name.
 """
 
@@ -26,6 +27,7 @@ from minimegatron.core.pipeline_parallel.combined_1f1b import run_on_one_stage
 from minimegatron.core.pipeline_parallel.interleaved import (
     forward_backward_pipelining_with_interleaving,
 )
+from minimegatron.core.pipeline_parallel.loops import no_pipelining, one_f_one_b
 from minimegatron.core.pipeline_parallel.orders import require_usual_placement
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, communicator_of
 from minimegatron.core.pipeline_parallel.planned_schedule import get_named_forward_backward_func
@@ -44,7 +46,6 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     groups_of_step,
 )
 from minimegatron.core.pipeline_parallel.steps import (
-    ModelChunk,
     backward_step,
     check_first_val_step,
     custom_backward,
@@ -212,14 +213,7 @@ def forward_backward_no_pipelining(
     return frame.forward_data_store
 
 
-def _one_after_the_other(chunk: ModelChunk) -> None:
-    for i in range(chunk.num_microbatches):
-        chunk.forward_step(i, None)
-        if not chunk.forward_only:
-            chunk.backward_step(None)
-
-
-_ON_ONE_STAGE = {False: _one_after_the_other, True: run_on_one_stage}
+_ON_ONE_STAGE = {False: no_pipelining, True: run_on_one_stage}
 """By whether each forward hides the all-to-alls of a backward, and the other way."""
 
 
@@ -241,22 +235,16 @@ def forward_backward_pipelining_without_interleaving(
     p2p_communicator: P2PCommunicator | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list:
-    """Plain 1F1B: warm-up forwards, then one forward and one backward in turn, then the rest.
+    """Plain 1F1B over the stages of a pipeline; `model` is this stage's part. It runs `one_f_one_b`.
 
-    Stage r of p warms up with p - r - 1 forwards, one for each stage that must see a microbatch
-    before its gradient can come back. From then on a forward is followed by the backward of the
-    oldest microbatch, so at most p - r microbatches are held at a time, however many there are.
-    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1.
+    Raises ValueError for more than one chunk, for `overlap_p2p_comm`, and for a model that was built
+    for another placement.
     """
     model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
     config = get_model_config(model)
     pg_collection = groups_of_step(model, pg_collection)
     p2p, pg_collection = _groups_for_1f1b(config, p2p_communicator, pg_collection)
     stage, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
-    is_first_stage, is_last_stage = stage == 0, stage == num_stages - 1
-    num_warmup_microbatches = min(num_stages - stage - 1, num_microbatches)
-    if forward_only:  # nothing to wait for: every forward is a warm-up forward
-        num_warmup_microbatches = num_microbatches
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
     recv_shapes, send_shapes = _message_shapes(
         config, pg_collection, sizes, adjust_tensor_shapes_fn, model
@@ -269,40 +257,12 @@ def forward_backward_pipelining_without_interleaving(
         num_microbatches,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
-        num_in_flight=num_warmup_microbatches + 1,
-        is_last_stage=is_last_stage,
+        num_in_flight=num_stages - stage,
+        is_last_stage=stage == num_stages - 1,
         sends=send_shapes,
     )
     with frame:
-        # -- Warm-up: forwards only, until the last stage has its first microbatch --
-        for i in range(num_warmup_microbatches):
-            input_tensor = p2p.recv_forward(recv_shapes, is_first_stage)
-            output_tensor = chunk.forward_step(i, input_tensor)
-            p2p.send_forward(output_tensor, is_last_stage)
-            chunk.free_output(output_tensor)
-
-        # -- Steady state: one forward, then the backward of the oldest microbatch in flight --
-        if num_warmup_microbatches < num_microbatches:
-            input_tensor = p2p.recv_forward(recv_shapes, is_first_stage)
-        for i in range(num_warmup_microbatches, num_microbatches):
-            output_tensor = chunk.forward_step(i, input_tensor)
-            grad = p2p.send_forward_recv_backward(output_tensor, send_shapes, is_last_stage)
-            chunk.free_output(output_tensor)
-            input_grad = chunk.backward_step(grad)
-            # What is used up must not be held while the next tensors come; the output's graph counts.
-            input_tensor = output_tensor = grad = None
-            if i == num_microbatches - 1:
-                p2p.send_backward(input_grad, is_first_stage)
-            else:
-                input_tensor = p2p.send_backward_recv_forward(
-                    input_grad, recv_shapes, is_first_stage
-                )
-
-        # -- Cool-down: the backwards of what warm-up put in flight --
-        while chunk.num_in_flight() > 0:
-            grad = p2p.recv_backward(send_shapes, is_last_stage)
-            input_grad = chunk.backward_step(grad)
-            p2p.send_backward(input_grad, is_first_stage)
+        one_f_one_b(chunk, p2p, recv_shapes, send_shapes)
     return frame.forward_data_store
 
 
