@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minimegatron.core.json_text import check_depth
-from minimegatron.core.orders.recorder import is_loop, record_loop
+from minimegatron.core.orders.loop_recorder import is_loop, record_loop
 from minimegatron.core.pipeline_parallel.lowering import lower
 from minimegatron.core.pipeline_parallel.orders import (
     COMBINED,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from minimegatron.core.orders.recorder import is_loop, record_loop
+from minimegatron.core.orders.loop_recorder import is_loop, record_loop
 from minimegatron.core.pipeline_parallel import orders
 from minimegatron.core.pipeline_parallel.orders import Schedule, schedule_names
 from minimegatron.planner.actions import Action

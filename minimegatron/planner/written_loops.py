@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from minimegatron.core.orders.recorder import (
+from minimegatron.core.orders.loop_recorder import (
     RecordedPairs,
     RecordingChunk,
     RecordingCommunicator,

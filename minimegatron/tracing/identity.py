@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from minimegatron.core.orders.calls import METHODS, CommunicatorCall
+from minimegatron.core.orders.p2p_methods import METHODS, CommunicatorCall
 from minimegatron.core.tracing import Call
 from minimegatron.planner.actions import (
     ACTIVATION,

@@ -6,7 +6,7 @@ Torch-free. Counterpart: the loops inside `forward_backward_no_pipelining`,
 
 A loop is written for two actors: a chunk, which computes, and a communicator, which sends and
 receives. A training step runs it with `steps.ModelChunk` and `P2PCommunicator`. The planner runs it
-with two actors that write down what they are told (`core.orders.recorder`). So a plan is what the
+with two actors that write down what they are told (`core.orders.loop_recorder`). So a plan is what the
 loop does.
 """
 

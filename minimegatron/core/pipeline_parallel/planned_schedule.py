@@ -14,7 +14,7 @@ import torch
 
 from minimegatron.core.collectives import is_tagged
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.orders.calls import ASKED_BY, METHODS, OVERLAP
+from minimegatron.core.orders.p2p_methods import ASKED_BY, METHODS, OVERLAP
 from minimegatron.core.pipeline_parallel.lowering import (
     EXCHANGE,
     LoweredStep,

@@ -257,7 +257,7 @@ def forward_backward_pipelining_without_interleaving(
         num_microbatches,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
-        num_in_flight=num_stages - stage,
+        num_in_flight=num_microbatches if forward_only else num_stages - stage,
         is_last_stage=stage == num_stages - 1,
         sends=send_shapes,
     )

@@ -439,25 +439,31 @@ class ModelChunk:
         self._in_flight: dict[int, tuple[Any, Any]] = {}
         self.frame = frame or NoFrame()
         self._num_forwards, self.num_backwards_left = 0, num_microbatches  # of this step
+        # What `forward_step` gets with every microbatch.
+        self._same_for_all = {
+            "forward_step_func": forward_step_func,
+            "data_iterator": data_iterator,
+            "model": model,
+            "num_microbatches": num_microbatches,
+            "forward_data_store": forward_data_store,
+            "config": self.config,
+            "cp_group_size": cp_group_size,
+            "collect_non_loss_data": collect_non_loss_data,
+            "vp_stage": vp_stage,
+            "is_last_stage": is_last_stage,
+        }
 
     def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
         """Forward of one microbatch; remembers input and output for its backward."""
         place = self.begin_forward(microbatch_id)
         output_tensor, num_tokens = forward_step(
-            self.forward_step_func,
-            self.data_iterator,
-            self.model,
-            self.num_microbatches,
-            input_tensor,
-            self.forward_data_store,
-            self.config,
-            self.cp_group_size,
-            self.collect_non_loss_data,
-            self._recomputes(place),
-            check_first_val_step(self._first_val_step, self.forward_only, microbatch_id == 0),
-            microbatch_id,
-            self.vp_stage,
-            self.is_last_stage,
+            **self._same_for_all,
+            input_tensor=input_tensor,
+            checkpoint_activations_microbatch=self._recomputes(place),
+            is_first_microbatch=check_first_val_step(
+                self._first_val_step, self.forward_only, microbatch_id == 0
+            ),
+            current_microbatch=microbatch_id,
         )
         self.finish_forward(microbatch_id, input_tensor, output_tensor, num_tokens)
         return output_tensor

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from minimegatron.core.orders.calls import ASKED_BY, METHODS, OVERLAP, CommunicatorCall
+from minimegatron.core.orders.p2p_methods import ASKED_BY, METHODS, OVERLAP, CommunicatorCall
 from minimegatron.core.orders.phases import phases_of_loop
 from minimegatron.core.pipeline_parallel.loops import InterleavedRun
 from minimegatron.core.pipeline_parallel.orders import COMBINED, PlanConfig
@@ -64,7 +64,7 @@ def record_loop(loop: Callable, config: PlanConfig, rank: int) -> list[Action]:
     knows of its step: `recv_shapes`, `send_shapes`, `order`, `tensor_shape`, `overlap`. Raises
     ValueError for another name.
     """
-    return Recording(config, rank).of(loop)
+    return LoopRecording(config, rank).of(loop)
 
 
 class Mark:
@@ -80,7 +80,7 @@ class Mark:
         return self
 
 
-class Recording:
+class LoopRecording:
     """What is written down on one stage."""
 
     def __init__(self, config: PlanConfig, rank: int):
@@ -176,7 +176,7 @@ class Recording:
 class RecordingChunk:
     """In place of `ModelChunk`."""
 
-    def __init__(self, recording: Recording, chunk_id: int, num_outputs: int):
+    def __init__(self, recording: LoopRecording, chunk_id: int, num_outputs: int):
         self._done, self._chunk_id, self._num_outputs = recording.done, chunk_id, num_outputs
         self.num_microbatches = recording.config.num_microbatches
         self.forward_only = recording.config.forward_only
@@ -249,7 +249,7 @@ def order_of_messages(config: PlanConfig, rank: int) -> tuple[tuple[str, str], .
 class RecordingCommunicator:
     """In place of `P2PCommunicator`. Its nine methods are made from `METHODS`."""
 
-    def __init__(self, recording: Recording):
+    def __init__(self, recording: LoopRecording):
         config, rank = recording.config, recording.rank
         self.recording, self.done = recording, recording.done
         self.pp_group = _Stages(config, rank)
