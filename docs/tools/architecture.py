@@ -15,6 +15,7 @@ OF_ORDERS = (
     "order_check",
     "lowering",
     "send_limits",
+    "loops",
 )
 """Schedules as data, without torch: models and groups ask them, as the planner does."""
 OF_CONFIG = "core.ssm.mamba_config"
@@ -29,7 +30,8 @@ def component(module: str) -> str:
     parts = module.split(".")[1:]
     if not parts:
         return ""
-    if parts[:2] == ["core", "pipeline_parallel"] and parts[-1] in OF_ORDERS:
+    is_order = parts[:2] == ["core", "pipeline_parallel"] and parts[-1] in OF_ORDERS
+    if is_order or parts[:2] == ["core", "orders"]:
         return ORDERS
     if ".".join(parts) == OF_CONFIG:
         return "core.transformer"

@@ -35,15 +35,16 @@ BESIDE = Path(__file__).with_name("plan_words.py")
 """What the entry imports that is not of the package."""
 
 EXAMPLES = Path(__file__).with_name("example_orders.py")
-WRITTEN = "minimegatron.planner.written_schedules"
+LOOPS = "minimegatron.core.pipeline_parallel.loops"
+WRITTEN = "minimegatron.planner.written_loops"
 ORDERS = "minimegatron.core.pipeline_parallel.orders"
 SCHEDULES = {
-    "gpipe": ["gpipe"],
-    "1f1b": ["_steady_iteration", "one_forward_one_backward"],
-    "interleaved": ["_Interleaved", "_in_turns", "interleaved"],
-    "combined": ["_Interleaved", "_in_turns", "combined"],
+    "gpipe": (WRITTEN, ["gpipe"]),
+    "1f1b": (LOOPS, ["one_f_one_b"]),
+    "interleaved": (LOOPS, ["InterleavedRun", "_arrived", "interleaved_1f1b"]),
+    "combined": (WRITTEN, ["_step", "combined"]),
 }
-"""Schedules with their messages to start from: definitions of `WRITTEN`, the schedule last."""
+"""Loops to start from, with their messages: of a module these definitions, the loop last."""
 
 NOTICE = f"""Pyodide {VERSION}, unchanged, from the npm package `pyodide`: CPython for the browser.
 Licence: Mozilla Public License 2.0. Source: https://github.com/pyodide/pyodide
@@ -166,8 +167,8 @@ def planner_zip(package: Package, path: Path) -> bytes:
 def starting_texts(package: Package) -> dict[str, dict[str, str]]:
     """Name -> {kind: "schedule" (with its messages) or "order" (work alone), source: the text}."""
     texts = {
-        name: {"kind": "schedule", "source": text_of(package.pages[WRITTEN].lines, names, WRITTEN)}
-        for name, names in SCHEDULES.items()
+        name: {"kind": "schedule", "source": text_of(package.pages[module].lines, names, module)}
+        for name, (module, names) in SCHEDULES.items()
     }
     breadth_first = text_of(package.pages[ORDERS].lines, ["breadth_first"], ORDERS)
     texts["breadth-first"] = {"kind": "order", "source": breadth_first}

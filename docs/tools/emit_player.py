@@ -164,15 +164,15 @@ def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[
 
     Nor has a reader's own schedule, of which no line is in the annotated source: "".
     """
-    planned = ("minimegatron.planner.written_schedules", schedule)
+    planned = ("minimegatron.planner.written_loops", schedule)
     runner = (
         "minimegatron.core.pipeline_parallel.planned_schedule",
         "planned_forward_backward_func",
     )
     chains = {}
     for key, line, last in (
-        ("F warmup", "yield stage.forward(i)", "forward_step"),
-        ("B cooldown", "yield stage.backward(i)", "backward_step"),
+        ("F warmup", "output_tensor = chunk.forward_step(i, input_tensor)", "forward_step"),
+        ("B cooldown", "input_grad = chunk.backward_step(grad)", "backward_step"),
     ):
         chains[key] = [
             _named(package, *runner, "PlannedRun(step, rank, frame.chunks, p2p, shape).run()"),

@@ -6,21 +6,24 @@ and `plan_words` are (see `browser_python`); tests/docs runs it as it is. Calls:
 
 A text may register what it defines (`register_order`, `register_schedule`): the last one counts, and is
 forgotten afterwards. Else the last public function counts: of a `rank`, it is an order, whose
-messages the planner adds; of a `stage` or anything else, a schedule that names its own.
+messages the planner adds; of a `chunk` and a `p2p`, a loop as training runs it; of a `stage` or
+anything else, a schedule that yields its actions.
 """
 
 import dataclasses
 import functools
 import inspect
 import json
+import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from plan_words import placement_data, row
 
+from minimegatron.core.orders.loop_recorder import is_loop
 from minimegatron.core.pipeline_parallel.order_check import Problem, ScheduleError
 from minimegatron.core.pipeline_parallel.orders import (
     COMBINED,
@@ -146,6 +149,8 @@ def followed(schedule: Schedule, seen: Followed) -> Schedule:
     """The same, refused where it goes on and on; `seen` gets what it yields."""
     kind = "messages" if schedule.messages else "order"
     function = getattr(schedule, kind)
+    if is_loop(function):
+        return dataclasses.replace(schedule, messages=followed_loop(function, seen))
 
     @functools.wraps(function)
     def run(where: Any) -> Any:
@@ -155,6 +160,41 @@ def followed(schedule: Schedule, seen: Followed) -> Schedule:
         return first_actions(yielded, where.pp_rank, seen)
 
     return dataclasses.replace(schedule, **{kind: run})
+
+
+def followed_loop(loop: Callable, seen: Followed) -> Callable:
+    """The same loop; what its actors write down is followed."""
+
+    @functools.wraps(loop)
+    def run(*given: Any) -> None:
+        actor = given[0][0] if isinstance(given[0], list) else given[0]
+        actor.recording.done = Written(actor.recording.rank, seen)
+        loop(*given)
+
+    return run
+
+
+class Written(list):
+    """What actors write down, with the reader's line that made them."""
+
+    def __init__(self, rank: int, seen: Followed):
+        super().__init__()
+        self.rank, self.seen, self.lines = rank, seen, seen.lines[rank]
+
+    def append(self, entry: tuple) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != FILE:
+            frame = frame.f_back
+        self.lines.append(None if frame is None else frame.f_lineno)
+        if len(self) == MAX_ACTIONS:
+            raise Refused("endless", self.lines[-1], rank=self.rank, n=MAX_ACTIONS)
+        if entry[0] in KINDS:
+            self.seen.has_chunks |= entry[1][1] != 0
+        super().append(entry)
+
+    def pop(self) -> tuple:
+        self.lines.pop()
+        return super().pop()
 
 
 def first_actions(yielded: Iterable, rank: int, seen: Followed) -> Iterator:

@@ -200,19 +200,20 @@ def test_who_runs_a_backward(package):
     }
     found = called_from(package, PIPELINE + "steps", "ModelChunk.backward_step")
     assert found.keys() == {
-        "_one_after_the_other",
-        "forward_backward_pipelining_without_interleaving",
-        "_InterleavedRun._backward",
+        "gpipe",
+        "no_pipelining",
+        "one_f_one_b",
+        "InterleavedRun._backward",
         "PlannedRun._one_by_one",
     }
-    in_1f1b = found["forward_backward_pipelining_without_interleaving"]
+    in_1f1b = found["one_f_one_b"]
     assert in_1f1b == ["input_grad = chunk.backward_step(grad)"] * 2  # steady state, cool-down
 
 
 def test_who_exchanges_in_the_steady_state(package):
     module, symbol = PIPELINE + "p2p_communication", "P2PCommunicator.send_forward_recv_backward"
     assert called_from(package, module, symbol).keys() == {
-        "forward_backward_pipelining_without_interleaving"
+        "one_f_one_b"
     }
     (site,) = [
         one
@@ -353,9 +354,9 @@ def links_at(package, module: str, text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("module", "text", "name", "url"),
     [
-        ("schedules", "chunk.backward_step(grad)", "backward_step", "steps.html#ModelChunk."),
+        ("loops", "chunk.backward_step(grad)", "backward_step", "steps.html#ModelChunk."),
         (
-            "schedules",
+            "loops",
             "p2p.send_forward(",
             "send_forward",
             "p2p_communication.html#P2PCommunicator.",
@@ -364,7 +365,7 @@ def links_at(package, module: str, text: str) -> dict[str, str]:
         ("step_frame", "self.grad_sync.enable()", "enable", "#GradSync."),
         ("step_frame", "self._let_go(chunk)", "_let_go", "#StepFrame."),
         ("steps", "self.frame.before_backward(self)", "before_backward", "#NoFrame."),
-        ("interleaved", ".backward_step(", "backward_step", "steps.html#ModelChunk."),
+        ("loops", "].backward_step(", "backward_step", "steps.html#ModelChunk."),
     ],
 )
 def test_method_calls_are_links(package, module, text, name, url):

@@ -300,12 +300,12 @@ def test_editing_the_python(browser, address, site):
 
         bench.button("Run").click()
         # Under four busy loops, Python was once not loaded within 30 s.
-        expect(bench.verdict).to_contain_text("one_forward_one_backward is right", timeout=240_000)
+        expect(bench.verdict).to_contain_text("one_f_one_b is right", timeout=240_000)
         check_progress(
             bench.page.evaluate("window.seen"), bench.page.evaluate("MM.workbench.python")
         )
         expect(bench.verdict).to_contain_text("It takes 33; 1F1B takes 33")
-        assert bench.player("scene.plan.name") == "one_forward_one_backward"
+        assert bench.player("scene.plan.name") == "one_f_one_b"
         assert bench.player("scene.plan.ranks") == ours
 
         check_faults(bench)

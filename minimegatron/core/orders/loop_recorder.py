@@ -134,8 +134,8 @@ class LoopRecording:
 
     def pair_of_last_two(self) -> None:
         """The last two pieces of work are one: they start and end together."""
-        first, second = self.done[-2:]
-        self.done[-2:] = [(PAIR, first[1], (first, second))]
+        second, first = self.done.pop(), self.done.pop()
+        self.done.append((PAIR, first[1], (first, second)))
 
     # -- As actions --
 
@@ -177,7 +177,7 @@ class RecordingChunk:
     """In place of `ModelChunk`."""
 
     def __init__(self, recording: LoopRecording, chunk_id: int, num_outputs: int):
-        self._done, self._chunk_id, self._num_outputs = recording.done, chunk_id, num_outputs
+        self.recording, self._chunk_id, self._num_outputs = recording, chunk_id, num_outputs
         self.num_microbatches = recording.config.num_microbatches
         self.forward_only = recording.config.forward_only
         self._in_flight: deque[tuple[int, Any]] = deque()
@@ -186,7 +186,7 @@ class RecordingChunk:
         """Writes it down, and that it uses the input."""
         unit = (microbatch_id, self._chunk_id)
         _use(input_tensor, unit)
-        self._done.append((FORWARD, unit))
+        self.recording.done.append((FORWARD, unit))
         if not self.forward_only:
             self._in_flight.append((microbatch_id, input_tensor))
         if type(input_tensor) is list:
@@ -203,7 +203,7 @@ class RecordingChunk:
         microbatch_id, input_tensor = self._in_flight.popleft()
         unit = (microbatch_id, self._chunk_id)
         _use(output_tensor_grad, unit)
-        self._done.append((BACKWARD, unit))
+        self.recording.done.append((BACKWARD, unit))
         if type(input_tensor) is list:
             return [mark and Mark(unit, mark.number) for mark in input_tensor]
         return input_tensor and Mark(unit)
@@ -251,8 +251,7 @@ class RecordingCommunicator:
 
     def __init__(self, recording: LoopRecording):
         config, rank = recording.config, recording.rank
-        self.recording, self.done = recording, recording.done
-        self.pp_group = _Stages(config, rank)
+        self.recording, self.pp_group = recording, _Stages(config, rank)
         self.messages = messages_of_calls(rank, config.pp_size, order_of_messages(config, rank))
 
 
@@ -300,7 +299,7 @@ def _recording(call: str, row: CommunicatorCall) -> Callable:
             args, overlap = _bound(call, row.parameters, args, given, overlap)
         shape = None if shape_at is None else args[shape_at]
         moved: list[tuple] = []
-        self.done.append((call, moved, overlap))
+        self.recording.done.append((call, moved, overlap))
         received = [None, None]
         if silent_at is None or not args[silent_at]:
             for direction, payload, peer, at in self.messages[call]:

@@ -18,6 +18,7 @@ from minimegatron.core.pipeline_parallel.work import (
     COOLDOWN,
     FORWARD,
     INTERLEAVED,
+    KINDS,
     NO_PIPELINING,
     ONE_F_ONE_B,
     PAIR,
@@ -103,9 +104,23 @@ def phases_of(
 
 
 def phases_of_loop(done: Sequence[tuple], config: PlanConfig, rank: int) -> list[str | None]:
-    """The phases of what a loop has done; None for each in a schedule of one's own."""
-    counts = phase_counts(config, rank)
-    if counts is None:
-        return [None] * len(done)
+    """The phases of what a loop has done.
+
+    In a schedule of one's own, the steady state begins with the forward that a backward follows first,
+    or with the first pair; it ends with the backward that follows the last forward.
+    """
+    kinds = [entry[0] for entry in done]
+    counts = phase_counts(config, rank) or _counts_of([kind for kind in kinds if kind in KINDS])
     has_turns = config.schedule in (INTERLEAVED, COMBINED) and config.pp_size > 1
-    return phases_of([entry[0] for entry in done], counts, has_turns)
+    return phases_of(kinds, counts, has_turns)
+
+
+def _counts_of(work: list[str]) -> PhaseCounts:
+    num_forwards, num_pairs = work.count(FORWARD), work.count(PAIR)
+    if num_pairs:
+        return PhaseCounts(work[: work.index(PAIR)].count(FORWARD), num_pairs)
+    if BACKWARD not in work or not num_forwards:
+        return PhaseCounts(num_forwards, 0)
+    after_last = len(work) - work[::-1].index(FORWARD)
+    num_warmup = max(work[: work.index(BACKWARD)].count(FORWARD) - 1, 0)
+    return PhaseCounts(num_warmup, work[:after_last].count(BACKWARD) + 1)

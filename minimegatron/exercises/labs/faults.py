@@ -28,7 +28,7 @@ FAULTS = (
     ),
     Fault(
         "one-warm-up-too-many",
-        _PP + "schedules.py",
+        _PP + "loops.py",
         "num_warmup_microbatches = min(num_stages - stage - 1, num_microbatches)",
         "num_warmup_microbatches = min(num_stages - stage, num_microbatches)",
         "Every stage does one forward more before its first backward. Nobody waits for that and all "
@@ -36,7 +36,7 @@ FAULTS = (
     ),
     Fault(
         "warm-up-not-clamped",
-        _PP + "schedules.py",
+        _PP + "loops.py",
         "num_warmup_microbatches = min(num_stages - stage - 1, num_microbatches)",
         "num_warmup_microbatches = num_stages - stage - 1",
         "With fewer microbatches than stages, the first stages ask for microbatches that do not "
@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "input-of-another-chunk",
-        _PP + "interleaved.py",
+        _PP + "loops.py",
         "self._inputs[next_input.model_chunk_id].append((received, None))",
         "self._inputs[0].append((received, None))",
         "Whatever arrives is taken for the first chunk's input. The second chunk's forward finds no "

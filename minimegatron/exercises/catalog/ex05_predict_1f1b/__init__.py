@@ -8,9 +8,9 @@ EXERCISE = Exercise(
     tier="warm-up",
     minutes=20,
     num_ranks=0,
-    mirrors="minimegatron.planner.written_schedules.one_forward_one_backward",
+    mirrors="minimegatron.core.pipeline_parallel.loops.one_f_one_b",
     summary="Write down the order of three stages by hand, then as a function for any number.",
-    real=("minimegatron.planner.written_schedules.one_forward_one_backward",),
+    real=("minimegatron.core.pipeline_parallel.loops.one_f_one_b",),
     question=(
         "The plan has calls between forwards and backwards. After which forward does a stage "
         "wait for a gradient for the first time?"

@@ -12,7 +12,7 @@ from minimegatron.exercises.check import Case, Result, Wrong, wrong_order
 from minimegatron.planner.plan import plan
 
 REPLACES = (
-    "minimegatron.planner.written_schedules.one_forward_one_backward",
+    "minimegatron.core.pipeline_parallel.loops.one_f_one_b",
     "minimegatron.core.pipeline_parallel.schedule_table.get_num_warmup_microbatches",
     "minimegatron.core.pipeline_parallel.schedule_table.count_rank_microbatches",
 )

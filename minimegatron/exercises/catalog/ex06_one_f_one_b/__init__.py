@@ -8,14 +8,14 @@ EXERCISE = Exercise(
     tier="core",
     minutes=45,
     num_ranks=4,
-    mirrors="minimegatron.core.pipeline_parallel.schedules"
-    ".forward_backward_pipelining_without_interleaving",
+    mirrors="minimegatron.core.pipeline_parallel.loops.one_f_one_b",
     summary="Write the three phases of plain 1F1B, with the calls between stages.",
     real=(
+        "minimegatron.core.pipeline_parallel.loops.one_f_one_b",
         "minimegatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",
     ),
     question=(
-        "The real loop runs within a `frame`, which decides when gradients may be sent. "
+        "The loop runs within a `frame`, which decides when gradients may be sent. "
         "During which backward of stage 0 does that happen, and during which of the last "
         "stage?"
     ),

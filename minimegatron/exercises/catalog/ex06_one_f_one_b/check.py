@@ -3,6 +3,7 @@
 import random
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
 from types import ModuleType
@@ -38,9 +39,10 @@ from minimegatron.planner.actions import COMMUNICATE, COOLDOWN, STEADY, WARMUP, 
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.tracing.step import Step
 
-OURS = (
-    "minimegatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving"
-)
+LOOP = "one_f_one_b"
+OURS = f"minimegatron.core.pipeline_parallel.loops.{LOOP}"
+WHOLE = "forward_backward_pipelining_without_interleaving"
+"""What an older stub asked for: the whole function, with the loop in the middle."""
 REPLACES = (OURS,)
 PHASES = dict(zip((WARMUP, STEADY, COOLDOWN), PARTS, strict=False))
 WORLD = 4
@@ -72,7 +74,7 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
     watch = Watch(student, step.groups.pp.rank(), case.p, case.M, case.forward_only)
     with (
         without_tags(),
-        installed(student.forward_backward_pipelining_without_interleaving, OURS),
+        _installed(student),
         watch.watching(),
     ):
         try:
@@ -94,6 +96,15 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
         "complaints": watch.complaints,
         "gradients": {} if case.forward_only else step.gradients(),
     }
+
+
+def _installed(student: ModuleType) -> AbstractContextManager:
+    """The student's loop in the place of ours; or the whole function, if the file has that one."""
+    if hasattr(student, LOOP) or not hasattr(student, WHOLE):
+        return installed(getattr(student, LOOP), OURS)
+    return installed(
+        getattr(student, WHOLE), f"minimegatron.core.pipeline_parallel.schedules.{WHOLE}"
+    )
 
 
 def _one_step(step: GptStep, forward_only: bool) -> list:

@@ -5,22 +5,9 @@ two; it moves an activation one way and a gradient the other, because both neigh
 at that moment. Cool-down: the backwards of what the warm-up put in flight.
 """
 
-from collections.abc import Callable, Iterator
+from typing import Any
 
-import torch
-
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.schedules import _groups_for_1f1b, _message_shapes, _only
-from minimegatron.core.pipeline_parallel.steps import ModelChunk
-from minimegatron.core.pipeline_parallel.utils import (
-    GradSync,
-    finish_step,
-    is_pp_first_stage,
-    is_pp_last_stage,
-    schedule,
-)
-from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.pipeline_parallel.loops import Chunk, Communicator
 
 
 def get_num_warmup_microbatches(pp_size: int, pp_rank: int, num_microbatches: int) -> int:
@@ -29,50 +16,14 @@ def get_num_warmup_microbatches(pp_size: int, pp_rank: int, num_microbatches: in
     return min(pp_size - pp_rank - 1, num_microbatches)
 
 
-@schedule
-def forward_backward_pipelining_without_interleaving(
-    *,
-    forward_step_func: Callable,
-    data_iterator: Iterator | list[Iterator],
-    model: torch.nn.Module | list[torch.nn.Module],
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable | None = None,
-    p2p_communicator: P2PCommunicator | None = None,
-    pg_collection: ProcessGroupCollection | None = None,
-) -> list:
+def one_f_one_b(chunk: Chunk, p2p: Communicator, recv_shapes: Any, send_shapes: Any) -> None:
     """One step of plain 1F1B on this stage. With `forward_only` there is no backward at all."""
-    # -- Given: who this stage is, what it sends, and its microbatches --
-    model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
-    config = get_model_config(model)
-    p2p, pg_collection = _groups_for_1f1b(config, p2p_communicator, pg_collection)
+    # -- Given: who this stage is, and how many microbatches it has --
     stage, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
-    is_first_stage, is_last_stage = is_pp_first_stage(p2p.pp_group), is_pp_last_stage(p2p.pp_group)
-    sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    recv_shapes, send_shapes = _message_shapes(
-        config, pg_collection, sizes, adjust_tensor_shapes_fn
-    )
-    chunk = ModelChunk(
-        forward_step_func,
-        data_iterator,
-        model,
-        num_microbatches,
-        forward_data_store=[],
-        cp_group_size=pg_collection.cp.size(),
-        collect_non_loss_data=collect_non_loss_data,
-        forward_only=forward_only,
-        first_val_step=first_val_step,
-        is_last_stage=is_last_stage,
-    )
-    grad_sync = GradSync(config)
-
+    is_first_stage, is_last_stage = stage == 0, stage == num_stages - 1
+    num_microbatches = chunk.num_microbatches
     num_warmup_microbatches = get_num_warmup_microbatches(num_stages, stage, num_microbatches)
-    if forward_only:  # nothing to wait for: every forward is a warm-up forward
+    if chunk.forward_only:  # nothing to wait for: every forward is a warm-up forward
         num_warmup_microbatches = num_microbatches
 
     # -- Warm-up: forwards only, until the last stage has its first microbatch --
@@ -100,14 +51,6 @@ def forward_backward_pipelining_without_interleaving(
         grad = p2p.recv_backward(send_shapes, is_last_stage)
         input_grad = chunk.backward_step(grad)
         p2p.send_backward(input_grad, is_first_stage)
-
-    # -- Given: the end of the step --
-    p2p.finish()
-    grad_sync.enable()
-    if not forward_only:
-        grad_sync.launch(model)
-    finish_step(config, [chunk], forward_only, pg_collection)
-    return chunk.forward_data_store
 
 
 if __name__ == "__main__":
