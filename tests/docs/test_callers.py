@@ -212,9 +212,7 @@ def test_who_runs_a_backward(package):
 
 def test_who_exchanges_in_the_steady_state(package):
     module, symbol = PIPELINE + "p2p_communication", "P2PCommunicator.send_forward_recv_backward"
-    assert called_from(package, module, symbol).keys() == {
-        "one_f_one_b"
-    }
+    assert called_from(package, module, symbol).keys() == {"one_f_one_b"}
     (site,) = [
         one
         for one in callers.sites_of(package)[module, symbol]

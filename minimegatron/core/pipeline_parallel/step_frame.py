@@ -30,6 +30,7 @@ read different numbers of microbatches, and what an iterator has given does not 
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
+from minimegatron.core.left_out_record import name_of, without_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, sends_shapes
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
@@ -487,11 +489,13 @@ def schedule(
     function: Callable,
     name: str | None = None,
     describe_more: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    is_framed: bool = False,
 ) -> Callable:
     """Marks a `forward_backward_*` function: traced as one link, with `config.timers` watching.
 
     `name` tells observers which schedule it is, where the function's own name does not;
-    `describe_more` maps the call's arguments to what else they are told.
+    `describe_more` maps the call's arguments to what else they are told. See `framed_schedule` for
+    `is_framed`. Megatron's arguments that are left out are taken as `accepts_left_out` does.
     """
     named = {} if name is None else {"schedule": name}
 
@@ -500,47 +504,47 @@ def schedule(
         return {"num_microbatches": arguments["num_microbatches"], **named, **more}
 
     link = traced("forward-backward", describe)(function)
-
-    @functools.wraps(function)
-    def run(**arguments: Any) -> list:
-        model = arguments["model"]
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        require_gradients(arguments.get("forward_only", False))
-        require_microbatches(arguments["num_microbatches"])
-        with contextlib.ExitStack() as around:
-            for make in config.around_step_funcs:
-                around.enter_context(make())
-            if (timers := _timers_of(config)) is not None:
-                around.enter_context(observed_by(timers))
-            return link(**arguments)
-
-    return run
-
-
-def framed_schedule(
-    function: Callable,
-    name: str | None = None,
-    describe_more: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-) -> Callable:
-    """`schedule`, for a function whose step has a `StepFrame`: a failure before it is one of the step.
-
-    A schedule that somebody writes from the communicator's calls alone has no frame, numbers no steps,
-    and is marked with `schedule`.
-    """
-
-    link = schedule(function, name, describe_more)
+    own = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(link)
     def run(*unnamed: Any, **arguments: Any) -> list:
         num_begun = StepFrame.num_begun
         try:
-            return link(*unnamed, **arguments)
+            if unnamed or not arguments.keys() <= own:
+                unnamed, arguments = without_left_out(
+                    name_of(function), own, unnamed, arguments, num_bound=0
+                )
+            with contextlib.ExitStack() as around:
+                _begin_around(around, arguments)
+                return link(*unnamed, **arguments)
         except BaseException as error:
-            if StepFrame.num_begun == num_begun:
+            if is_framed and StepFrame.num_begun == num_begun:
                 _fail_before_begun(arguments, error)
             raise
 
+    run.takes_left_out = True
     return run
+
+
+def _begin_around(around: contextlib.ExitStack, arguments: dict[str, Any]) -> None:
+    """Checks what every schedule needs, and enters what is around its step."""
+    require_gradients(arguments.get("forward_only", False))
+    require_microbatches(arguments.get("num_microbatches", 1))
+    model = arguments.get("model")
+    if model is None:  # the schedule's own signature refuses the call
+        return
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    for make in config.around_step_funcs:
+        around.enter_context(make())
+    if (timers := _timers_of(config)) is not None:
+        around.enter_context(observed_by(timers))
+
+
+framed_schedule = functools.partial(schedule, is_framed=True)
+"""`schedule`, for a function whose step has a `StepFrame`: a failure before it is one of the step.
+
+A schedule that somebody writes from the communicator's calls alone has no frame, numbers no steps, and
+is marked with `schedule`."""
 
 
 def _fail_before_begun(arguments: dict[str, Any], error: BaseException) -> None:
