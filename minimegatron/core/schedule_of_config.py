@@ -1,10 +1,12 @@
 """What is refused of a configuration that names a schedule, or has other stages than there are ranks.
 
-Megatron has no counterpart.
+Megatron has no counterpart. Every `ModelParallelConfig` that is made after this module is imported is
+checked; the modules of `TransformerConfig` and of the pipeline's communicator import it.
 """
 
 from typing import Any
 
+from minimegatron.core.model_parallel_config import schedule_checks
 from minimegatron.core.pipeline_parallel.orders import (
     INTERLEAVED,
     NO_PIPELINING,
@@ -54,6 +56,9 @@ def check_schedule(config: Any) -> None:
             f"pipeline_schedule {name} has {placement.num_model_chunks} chunks per stage; set "
             f"virtual_pipeline_model_parallel_size={placement.num_model_chunks}, not {v}"
         )
+
+
+schedule_checks.append(check_schedule)
 
 
 def other_num_stages(config: Any, num_stages: int) -> ValueError:
