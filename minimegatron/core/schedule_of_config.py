@@ -1,7 +1,8 @@
 """What is refused of a configuration that names a schedule, or has other stages than there are ranks.
 
 Megatron has no counterpart. Every `ModelParallelConfig` that is made after this module is imported is
-checked; the modules of `TransformerConfig` and of the pipeline's communicator import it.
+checked when it is made; the module of `TransformerConfig` imports it. One that was made before is
+checked by the pipeline's communicator.
 """
 
 from typing import Any
@@ -59,6 +60,14 @@ def check_schedule(config: Any) -> None:
 
 
 schedule_checks.append(check_schedule)
+
+
+def check_stages(config: Any, num_stages: int) -> None:
+    """Raises ValueError where `config` has other stages than that, or a schedule that does not fit."""
+    if config.pipeline_model_parallel_size != num_stages:
+        raise other_num_stages(config, num_stages)
+    if config.pipeline_schedule is not None:
+        check_schedule(config)
 
 
 def other_num_stages(config: Any, num_stages: int) -> ValueError:
