@@ -5,9 +5,11 @@ Nothing here imports the package in this process: the source is read with `ast` 
 
 import ast
 import importlib
+import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minimegatron"
 
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
+annotate = importlib.import_module("annotate")
 code_count = importlib.import_module("code_count")
 
 MAX_FUNCTION_LINES = 60
@@ -49,11 +52,15 @@ LAYERS = [
         "core.words",
         "exercises",
     },
-    {"core.pipeline_parallel.loops", "core.pipeline_parallel.orders"},
+    {
+        "core.model_parallel_config",
+        "core.pipeline_parallel.loops",
+        "core.pipeline_parallel.orders",
+        "core.recorded_graph",
+    },
     {"core.orders", "core.pipeline_parallel.order_check", "core.schedule_of_config"},
     {"core.pipeline_parallel.lowering"},
     {"core.pipeline_parallel.send_limits"},
-    {"core.model_parallel_config", "core.recorded_graph"},
     {"backend"},
     {"core.collectives"},
     {"core.rerun"},
@@ -82,7 +89,8 @@ LAYERS = [
     {"convert"},
     {"pretrain_bert", "pretrain_gpt", "pretrain_t5", "rl"},
     {"pretrain_mamba", "train_rl"},
-    {"exercises.bench", "exercises.catalog", "exercises.exercise"},
+    {"exercises.bench", "exercises.catalog"},
+    {"exercises.exercise"},
     {"exercises.room"},
     {"exercises.check"},
     {"exercises.catalog.*", "exercises.labs"},
@@ -92,6 +100,9 @@ LAYERS = [
     {"__main__"},
 ]
 """What may import what: each component only from rows above its own, and from itself.
+
+A module's name in a string is an import too. `may_offer` says which names a module may look up in
+rows below its own, for whoever imports them; if that is one of ours, it imports where they live.
 
 Where a stage of the model is must be known long before messages are sent, so some files of
 `core.pipeline_parallel` have rows of their own. "core" and "exercises" are those packages' own
@@ -186,6 +197,29 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
 
 
+@cache
+def offered(name: str) -> dict[str, str]:
+    """The names that the module looks up on first use (`lazily`, `all_of`), and where they live."""
+    table = annotate.looked_up(tree(modules()[name]))
+    if annotate.ANY_OTHER not in table:
+        return {key: dotted for key, dotted in table.items() if dotted.startswith("minimegatron.")}
+    place = table[annotate.ANY_OTHER]
+    for node in tree(modules()[place]).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return {key: f"{place}.{key}" for key in ast.literal_eval(node.value)}
+    pytest.fail(f"{name} offers all of {place}, which has no __all__")
+
+
+def reached_by(dotted: str) -> list[str]:
+    """The module that has a dotted name; if it looks the name up, also the one where that is found."""
+    last = ""
+    while dotted and dotted not in modules():
+        dotted, _, last = dotted.rpartition(".")
+    if last in (offered(dotted) if dotted else {}):
+        return [dotted, *reached_by(offered(dotted)[last])]
+    return [dotted] if dotted else []
+
+
 def imported(node: ast.AST, package: str) -> list[str]:
     """The modules of this package that one import statement reaches."""
     if isinstance(node, ast.Import):
@@ -195,19 +229,60 @@ def imported(node: ast.AST, package: str) -> list[str]:
         names = [f"{node.module}.{alias.name}" for alias in node.names]
     else:
         return []
-    reached = []
-    for name in names:
-        while name and name not in modules():
-            name = name.rpartition(".")[0]
-        if name and name not in ("minimegatron", package):
-            reached.append(name)
-    return reached
+    reached = (module for name in names for module in reached_by(name))
+    return [module for module in reached if module not in ("minimegatron", package)]
 
 
 @cache
 def imports(name: str) -> frozenset[str]:
     nodes = ast.walk(tree(modules()[name]))
     return frozenset(reached for node in nodes for reached in imported(node, name))
+
+
+def in_strings(source: ast.Module) -> set[str]:
+    """Dotted names of this package that are strings by themselves: of modules, of what is in them.
+
+    Also the beginning of one that is put together, as in `f"minimegatron.commands.{name}"`.
+    """
+    return {
+        node.value.replace(":", ".").rstrip(".")
+        for node in ast.walk(source)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"minimegatron(\.\w+)+(\.|:\w+(\.\w+)*)?", node.value)
+    }
+
+
+@cache
+def named(name: str) -> frozenset[str]:
+    """The modules that the module names in strings, but for what it only offers: see `offered`."""
+    places = {dotted.rpartition(".")[0] for dotted in offered(name).values()}
+    found = in_strings(tree(modules()[name])) - {*offered(name).values(), *places}
+    reached = {module for dotted in found for module in reached_by(dotted)}
+    return frozenset(reached - {"minimegatron", name})
+
+
+@cache
+def names_of_megatron() -> frozenset[str]:
+    """`megatron.core.utils.divide`: what is recorded of Megatron's modules, as `make rosetta` does."""
+    tools = ROOT / "docs" / "tools"
+    found = set(json.loads((tools / "megatron_core.json").read_text())["symbols"])
+    for file, lines in json.loads((tools / "megatron_files.json").read_text())["lines"].items():
+        place = file.removesuffix(".py").replace("/", ".")
+        for line in lines.values():
+            found |= {f"{place}.{name}" for name in re.findall(r"^(?:def|class) (\w+)", line)}
+    return frozenset(found)
+
+
+def may_offer(name: str, key: str, dotted: str) -> bool:
+    """Whether a module may look up a name that lives in a row below its own.
+
+    A package may offer what is in it. Any other module may offer what Megatron has in the module of
+    that name, from the same room: `core` offers nothing of `training`.
+    """
+    if modules()[name].name == "__init__.py" and dotted.startswith(f"{name}."):
+        return True
+    is_megatrons = f"{name.removeprefix('mini')}.{key}" in names_of_megatron()
+    return is_megatrons and dotted.split(".")[1] == name.split(".")[1]
 
 
 def component(module: str) -> str:
@@ -266,13 +341,44 @@ def test_imports_point_downward():
     components = {component(name) for name in below}
     assert not components - set(row_of), "give these a row in LAYERS"
     assert not set(row_of) - components, "these rows of LAYERS name nothing"
-    wrong = []
-    for name in below:
-        for other in imports(name):
-            here, there = component(name), component(other)
-            if there != here and row_of[there] >= row_of[here]:
-                wrong.append(f"{name} imports {other}")
-    assert not wrong
+    assert not {
+        f"{name} imports {other}"
+        for name in below
+        for other in imports(name) | named(name)
+        if points_upward(name, other)
+    }
+    assert not {
+        f"{name} offers {key} of {dotted}"
+        for name in below
+        for key, dotted in offered(name).items()
+        if any(points_upward(name, other) for other in reached_by(dotted))
+        and not may_offer(name, key, dotted)
+    }
+
+
+def points_upward(name: str, other: str) -> bool:
+    """Whether a module's row forbids it to import the other, of another component."""
+    row_of = {entry: row for row, entries in enumerate(LAYERS) for entry in entries}
+    here, there = component(name), component(other)
+    return there != here and row_of[there] >= row_of[here]
+
+
+def test_a_name_in_a_string_is_an_import():
+    source = """
+        def late(kind):
+            for name in ("minimegatron.training.utils:print_rank_0", f"minimegatron.rl.{kind}"):
+                importlib.import_module(name)
+            return "see minimegatron.planner"
+        """
+    found = in_strings(ast.parse(textwrap.dedent(source)))
+    assert found == {"minimegatron.training.utils.print_rank_0", "minimegatron.rl"}
+    utils = "minimegatron.core.utils"
+    assert all(points_upward(utils, reached_by(name)[0]) for name in found)
+    assert "minimegatron.core.nvtx_ranges" in reached_by(f"{utils}.nvtx_range_push")
+    assert "minimegatron.core.nvtx_ranges" not in named(utils)
+    assert may_offer(utils, "divide", "minimegatron.core.tensor_parallel.utils.divide")
+    assert not may_offer(utils, "divide", "minimegatron.training.utils.divide")
+    assert not may_offer(utils, "multiply", "minimegatron.core.tensor_parallel.utils.multiply")
 
 
 def test_no_import_cycles():
@@ -327,6 +433,7 @@ def test_schedules_know_no_layer():
         if name.startswith("minimegatron.core.pipeline_parallel."):
             reached = {component(other) for other in imports(name)}
             assert not reached & {"core.transformer", "core.models", "core.distributed"}, name
+            assert "minimegatron.core.tensor_parallel.layers" not in imports(name), name
 
 
 def test_no_imports_of_ours_inside_functions():

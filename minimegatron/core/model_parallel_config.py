@@ -16,12 +16,13 @@ import torch
 
 from minimegatron.core import knobs
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.schedule_of_config import (  # noqa: F401  `other_num_stages` was here
-    check_schedule,
-    other_num_stages,
-)
 
 knob = partial(knobs.knob, section="parallel")
+
+schedule_checks: list[Callable[[Any], None]] = []
+"""Called with each configuration that names a `pipeline_schedule`; they raise ValueError.
+
+Sizes are known here, schedules are not: `schedule_of_config` enters what it refuses."""
 
 
 def enter_hooks(config: Any, is_wanted: bool, hooks: dict[str, tuple[Callable, ...]]) -> None:
@@ -204,7 +205,8 @@ class ModelParallelConfig:
         if self.virtual_pipeline_model_parallel_size is not None:
             self._check_interleaving()
         if self.pipeline_schedule is not None:
-            check_schedule(self)
+            for check in schedule_checks:
+                check(self)
 
     def _check_interleaving(self) -> None:
         p = self.pipeline_model_parallel_size

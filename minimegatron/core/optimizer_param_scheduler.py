@@ -84,8 +84,8 @@ class OptimizerParamScheduler(SchedulerState):
         self._check_wd()
         if override_opt_param_scheduler and use_checkpoint_opt_param_scheduler:
             raise ValueError(
-                "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; "
-                "a checkpoint's schedule is either kept or overridden"
+                "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; keep "
+                "one: a checkpoint's schedule is either overridden or used"
             )
         # Step 0's values must be in the groups before the first optimizer step reads them.
         self.step(increment=0)

@@ -1,10 +1,13 @@
 """What is refused of a configuration that names a schedule, or has other stages than there are ranks.
 
-Megatron has no counterpart.
+Megatron has no counterpart. Every `ModelParallelConfig` that is made after this module is imported is
+checked when it is made; the module of `TransformerConfig` imports it. One that was made before is
+checked by the pipeline's communicator.
 """
 
 from typing import Any
 
+from minimegatron.core.model_parallel_config import schedule_checks
 from minimegatron.core.pipeline_parallel.orders import (
     INTERLEAVED,
     NO_PIPELINING,
@@ -54,6 +57,17 @@ def check_schedule(config: Any) -> None:
             f"pipeline_schedule {name} has {placement.num_model_chunks} chunks per stage; set "
             f"virtual_pipeline_model_parallel_size={placement.num_model_chunks}, not {v}"
         )
+
+
+schedule_checks.append(check_schedule)
+
+
+def check_stages(config: Any, num_stages: int) -> None:
+    """Raises ValueError where `config` has other stages than that, or a schedule that does not fit."""
+    if config.pipeline_model_parallel_size != num_stages:
+        raise other_num_stages(config, num_stages)
+    if config.pipeline_schedule is not None:
+        check_schedule(config)
 
 
 def other_num_stages(config: Any, num_stages: int) -> ValueError:

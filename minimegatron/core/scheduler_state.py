@@ -17,11 +17,13 @@ class SchedulerState:
     def _check_lr(self) -> None:
         if not 0.0 <= self.min_lr <= self.max_lr:
             raise ValueError(
-                f"need 0 <= min_lr <= max_lr, but they are {self.min_lr}, {self.max_lr}"
+                f"need 0 <= min_lr <= max_lr, but they are min_lr {self.min_lr} and max_lr "
+                f"{self.max_lr}; change one"
             )
         if not 0.0 <= self.init_lr <= self.max_lr:
             raise ValueError(
-                f"need 0 <= init_lr <= max_lr, but they are {self.init_lr}, {self.max_lr}"
+                f"need 0 <= init_lr <= max_lr, but they are init_lr {self.init_lr} and max_lr "
+                f"{self.max_lr}; change one"
             )
         if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
             raise ValueError(
@@ -49,7 +51,8 @@ class SchedulerState:
     def _check_wd(self) -> None:
         if not 0.0 <= self.start_wd <= self.end_wd:
             raise ValueError(
-                f"need 0 <= start_wd <= end_wd, but they are {self.start_wd}, {self.end_wd}"
+                f"need 0 <= start_wd <= end_wd, but they are start_wd {self.start_wd} and end_wd "
+                f"{self.end_wd}; it can only grow"
             )
         if self.wd_incr_style not in WD_INCR_STYLES:
             raise ValueError(

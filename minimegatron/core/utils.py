@@ -20,9 +20,11 @@ __getattr__, __dir__ = lazily(
         "StragglerDetector": "minimegatron.core.straggler_detector:StragglerDetector",
         "configure_nvtx_profiling": "minimegatron.core.nvtx_ranges:configure_nvtx_profiling",
         "drain_embedding_wgrad_compute": (
-            "minimegatron.core.tensor_parallel.linear_functions:drain_embedding_wgrad_compute"
+            "minimegatron.core.tensor_parallel.weight_grad_store:drain_embedding_wgrad_compute"
         ),
-        "get_batch_on_this_cp_rank": "minimegatron.training.utils:get_batch_on_this_cp_rank",
+        "get_batch_on_this_cp_rank": (
+            "minimegatron.core.transformer.part_of_batch:get_batch_on_this_cp_rank"
+        ),
         "get_tensor_model_parallel_group_if_none": (
             "minimegatron.core.tensor_parallel.utils:get_tensor_model_parallel_group_if_none"
         ),

@@ -19,9 +19,6 @@ import torch
 from minimegatron.core.knobs import check_limits
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
-from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
-    PipelineParallelLayerLayout,
-)
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.argument_utils import flag_name, flags_by_name
 from minimegatron.training.captured_step import check_graph
@@ -31,7 +28,6 @@ from minimegatron.training.config import SECTIONS
 from minimegatron.training.pipeline_schedule import (
     check_order,
     is_interleaved,
-    pipeline_placement,
     smallest_of_order,
 )
 from minimegatron.training.rerun_args import check_reruns
@@ -183,13 +179,6 @@ def _check_interleaving(args: argparse.Namespace) -> None:
 
 def check_layers(args: argparse.Namespace, config: TransformerConfig) -> None:
     """Every chunk gets a whole number of layers, and all layers are somewhere."""
-    if args.pipeline_model_parallel_layout is not None:
-        layout = PipelineParallelLayerLayout(
-            args.pipeline_model_parallel_layout,
-            args.pipeline_model_parallel_size,
-            pipeline_placement(args),
-        )
-        layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
     layers_of_virtual_stages(config)
     _check_further_tokens(args)
 
@@ -262,11 +251,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def check_optimizer(args: argparse.Namespace) -> None:
-    """Learning rates in order, warm-up shorter than the run, options that belong together."""
-    if args.min_lr > args.lr:
-        raise ValueError(f"--min-lr {args.min_lr} is more than --lr {args.lr}; lower it")
-    if args.lr_warmup_init > args.lr:
-        raise ValueError(f"--lr-warmup-init {args.lr_warmup_init} is more than --lr {args.lr}")
+    """Lengths in steps, which the scheduler counts in samples; then what it refuses itself."""
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         raise ValueError("--lr-warmup-iters and --lr-warmup-fraction are both given; keep one")
     if args.train_iters and args.lr_warmup_iters >= args.lr_decay_iters:
@@ -285,31 +270,11 @@ def check_optimizer(args: argparse.Namespace) -> None:
             f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} is more than the {most} steps from "
             "warm-up to the end of --lr-decay-iters (by default --train-iters); shorten it"
         )
-    if args.weight_decay_incr_style == "constant":
-        if args.start_weight_decay != args.end_weight_decay:
-            raise ValueError(
-                f"--start-weight-decay {args.start_weight_decay} and --end-weight-decay "
-                f"{args.end_weight_decay} differ; add --weight-decay-incr-style linear"
-            )
-    elif args.start_weight_decay > args.end_weight_decay:
-        raise ValueError(
-            f"--start-weight-decay {args.start_weight_decay} is more than --end-weight-decay "
-            f"{args.end_weight_decay}; it can only grow"
-        )
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        raise ValueError(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each "
-            "other; keep one"
-        )
     check_schedule(args)
 
 
 def check_gradients(args: argparse.Namespace) -> None:
-    """What goes with which DistributedDataParallel."""
-    if args.overlap_param_gather and not args.use_distributed_optimizer:
-        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer; add it")
-    if args.overlap_param_gather and not args.overlap_grad_reduce:
-        raise ValueError("--overlap-param-gather needs --overlap-grad-reduce; add it")
+    """What torch's DistributedDataParallel cannot do; what ours cannot, its configuration knows."""
     if args.DDP_impl == "local":
         return
     for name in (

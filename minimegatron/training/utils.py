@@ -17,7 +17,7 @@ from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.common.language_module.language_module import label_without_logit
 from minimegatron.core.tensor_parallel.data import broadcast_data
-from minimegatron.core.transformer.zigzag import take_part
+from minimegatron.core.transformer.part_of_batch import get_batch_on_this_cp_rank  # noqa: F401
 from minimegatron.core.utils import get_device
 from minimegatron.training.params_norm import calc_params_l2_norm as calc_params_l2_norm
 from minimegatron.training.terminal_lines import fitted
@@ -295,29 +295,3 @@ def _as_integers(key: str, field: torch.Tensor, dtypes: Mapping[str, torch.dtype
 
 def _from_integers(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return integers.view(torch.float64).to(dtype) if dtype.is_floating_point else integers.to(dtype)
-
-
-@accepts_left_out
-def get_batch_on_this_cp_rank(
-    batch: dict[str, torch.Tensor | None], cp_group: dist.ProcessGroup | None = None
-) -> dict[str, torch.Tensor | None]:
-    """This rank's part of each sequence: `zigzag.take_part` of every field, [b, s] -> [b, s/c].
-
-    `attention_mask` [b, 1, s, s] keeps all its columns, [b, 1, s/c, s]; one row for all tokens,
-    [b, 1, 1, s], stays. What is None stays None.
-    `cp_group` None means `parallel_state`'s. Raises ValueError where 2c does not divide s, and for a
-    mask of other dimensions.
-    Source: `megatron.core.utils.get_batch_on_this_cp_rank`.
-    """
-    group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
-    if group.size() == 1:
-        return batch
-    mask = batch.get("attention_mask")
-    if mask is not None and mask.dim() != 4:
-        raise ValueError(f"attention_mask is {list(mask.shape)}; give [b, 1, s, s] or [b, 1, 1, s]")
-    return {
-        name: tensor
-        if tensor is None or (name == "attention_mask" and tensor.size(2) == 1)
-        else take_part(tensor, 2 if name == "attention_mask" else 1, group)
-        for name, tensor in batch.items()
-    }

@@ -29,11 +29,11 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer.moe.expert_bias import (  # noqa: F401  Megatron has them here
-    _update_router_expert_bias,
-    reset_model_temporary_tensors,
-)
 from minimegatron.core.utils import get_model_config, or_one, unwrap_model
+from minimegatron.exports import all_of
+
+# Megatron has two functions of routers here. What a layer does once per step is in `after_grads_funcs`.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.moe.expert_bias")
 
 
 def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:

@@ -32,9 +32,10 @@ import torch.distributed as dist
 
 from minimegatron.backend import get_timeout
 from minimegatron.core.collectives import is_tagged, num_begun
-from minimegatron.core.model_parallel_config import ModelParallelConfig, other_num_stages
+from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT, INTERLEAVED, SEND_LIMIT
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.schedule_of_config import check_stages
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_device
 
@@ -150,8 +151,7 @@ class P2PCommunicator:
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig):
-        if config.pipeline_model_parallel_size != pp_group.size():
-            raise other_num_stages(config, pp_group.size())
+        check_stages(config, pp_group.size())
         self.pp_group, self.config = pp_group, config
         self.world_size, self.curr_rank_in_pg = pp_group.size(), pp_group.rank()
         self.next_rank = (self.curr_rank_in_pg + 1) % self.world_size

@@ -45,8 +45,10 @@ from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicato
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
 from minimegatron.core.pipeline_parallel.work import FORWARD_ONLY_SEND_LIMIT, SEND_LIMIT
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
-from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
-from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
+from minimegatron.core.tensor_parallel.weight_grad_store import (
+    drain_embedding_wgrad_compute,
+    forget_owed,
+)
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 

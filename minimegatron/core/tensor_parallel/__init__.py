@@ -15,7 +15,6 @@ from minimegatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from minimegatron.core.tensor_parallel.linear_functions import (
-    drain_embedding_wgrad_compute,
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from minimegatron.core.tensor_parallel.mappings import (
@@ -45,6 +44,7 @@ from minimegatron.core.tensor_parallel.utils import (
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
+from minimegatron.core.tensor_parallel.weight_grad_store import drain_embedding_wgrad_compute
 
 __all__ = [
     "CheckpointFunction",

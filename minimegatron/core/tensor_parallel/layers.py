@@ -43,18 +43,16 @@ from minimegatron.core.tensor_parallel.utils import (
 )
 from minimegatron.core.tensor_parallel.weight_grad_store import (
     WeightGradStore,
+    drain_embedding_wgrad_compute,  # noqa: F401  Megatron has it here
     store_of,
 )
 from minimegatron.core.utils import without_graph
 from minimegatron.exports import lazily
 
-# Megatron has these here.
+# Megatron has it here.
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "drain_embedding_wgrad_compute": (
-            "minimegatron.core.tensor_parallel.linear_functions:drain_embedding_wgrad_compute"
-        ),
         "linear_with_grad_accumulation_and_async_allreduce": (
             "minimegatron.core.tensor_parallel.linear_functions:"
             "linear_with_grad_accumulation_and_async_allreduce"

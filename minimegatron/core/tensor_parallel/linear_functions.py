@@ -1,6 +1,6 @@
-"""A layer's product for who has a weight and no layer; weight gradients that it put off.
+"""A layer's product for who has a weight and no layer.
 
-Megatron has the first in `megatron.core.tensor_parallel.layers`, the second in `megatron.core.utils`.
+Counterpart: the function of this name in `megatron.core.tensor_parallel.layers`.
 """
 
 from typing import Any
@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tensor_parallel import layers
-from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
 
 
@@ -44,42 +42,3 @@ def linear_with_grad_accumulation_and_async_allreduce(
         limit = wgrad_deferral_limit
         store = WeightGradStore(None, grad_output_buffer, limit=limit, until_drained=True)
     return layers.linear(input, weight, bias, allreduce_dgrad, sequence_parallel, store, tp_group)
-
-
-def drain_embedding_wgrad_compute(
-    config: ModelParallelConfig,
-    embedding_activation_buffer: list[torch.Tensor],
-    grad_output_buffer: list[torch.Tensor],
-    weight: torch.nn.Parameter,
-    tp_group: Any = None,
-) -> None:
-    """Computes the output layer's weight gradients that backward put off, oldest first.
-
-    Each is added to `weight.grad` and the weight's hooks run, so that it goes where other gradients
-    go: to `weight.main_grad` under `DistributedDataParallel`. The two lists end empty. Called by
-    `finish_embedding_wgrad_compute` once the pipeline has drained.
-
-    Args:
-        config: `sequence_parallel` says whether the inputs are to be gathered.
-        embedding_activation_buffer: inputs X, each [s, b, h], or [s/t, b, h] to be gathered.
-        grad_output_buffer: gradients dY, each [s, b, v/t]; as many.
-        weight: [v/t, h].
-        tp_group: None for `parallel_state`'s.
-
-    Raises ValueError if the lists are not of one length.
-    """
-    group = get_tensor_model_parallel_group_if_none(tp_group)
-    if len(embedding_activation_buffer) != len(grad_output_buffer):
-        raise ValueError(
-            f"{len(embedding_activation_buffer)} inputs of the output layer are kept, but "
-            f"{len(grad_output_buffer)} gradients; clear both lists after a step that failed "
-            "(clear_embedding_activation_buffer)"
-        )
-    weight.weight_grad_store = WeightGradStore(
-        embedding_activation_buffer,
-        grad_output_buffer,
-        group if config.sequence_parallel else None,
-        until_drained=True,
-    )
-    while grad_output_buffer:
-        weight.weight_grad_store.backward_dw(weight)

@@ -10,6 +10,7 @@ import torch
 
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.utils import divide
 
 
 @accepts_left_out
@@ -31,17 +32,6 @@ def tensor_model_parallel_rank(tp_group: Any | None = None) -> int:
     if tp_group is None:
         return parallel_state.get_tensor_model_parallel_rank()
     return tp_group.rank()
-
-
-def divide(numerator: int, denominator: int) -> int:
-    """The quotient of a division that must come out even. Raises ValueError if it does not."""
-    if numerator % denominator:
-        raise ValueError(
-            f"{numerator} is not divisible by {denominator}; "
-            f"the nearest sizes that are: {numerator // denominator * denominator} and "
-            f"{-(-numerator // denominator) * denominator}"
-        )
-    return numerator // denominator
 
 
 def weight_gradient(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:

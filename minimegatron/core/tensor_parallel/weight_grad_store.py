@@ -24,8 +24,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tensor_parallel.mappings import _gather_along_first_dim
-from minimegatron.core.tensor_parallel.utils import weight_gradient
+from minimegatron.core.tensor_parallel.utils import (
+    get_tensor_model_parallel_group_if_none,
+    weight_gradient,
+)
 
 # -- Which backward pass is running --
 
@@ -256,3 +260,45 @@ def forget_owed(params: Iterable[torch.nn.Parameter]) -> None:
     for param in params:
         if is_owed(param):
             param.weight_grad_store.clear()
+
+
+# -- After the last backward --
+
+
+def drain_embedding_wgrad_compute(
+    config: ModelParallelConfig,
+    embedding_activation_buffer: list[torch.Tensor],
+    grad_output_buffer: list[torch.Tensor],
+    weight: torch.nn.Parameter,
+    tp_group: Any = None,
+) -> None:
+    """Computes the output layer's weight gradients that backward put off, oldest first.
+
+    Each is added to `weight.grad` and the weight's hooks run, so that it goes where other gradients
+    go: to `weight.main_grad` under `DistributedDataParallel`. The two lists end empty.
+    `finish_embedding_wgrad_compute` calls it once the pipeline has drained.
+
+    Args:
+        config: `sequence_parallel` says whether the inputs are to be gathered.
+        embedding_activation_buffer: inputs X, each [s, b, h], or [s/t, b, h] to be gathered.
+        grad_output_buffer: gradients dY, each [s, b, v/t]; as many.
+        weight: [v/t, h].
+        tp_group: None for `parallel_state`'s.
+
+    Raises ValueError if the lists are not of one length.
+    """
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    if len(embedding_activation_buffer) != len(grad_output_buffer):
+        raise ValueError(
+            f"{len(embedding_activation_buffer)} inputs of the output layer are kept, but "
+            f"{len(grad_output_buffer)} gradients; clear both lists after a step that failed "
+            "(clear_embedding_activation_buffer)"
+        )
+    weight.weight_grad_store = WeightGradStore(
+        embedding_activation_buffer,
+        grad_output_buffer,
+        group if config.sequence_parallel else None,
+        until_drained=True,
+    )
+    while grad_output_buffer:
+        weight.weight_grad_store.backward_dw(weight)

@@ -12,23 +12,14 @@ import torch
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.parameter_marks import note_marks, restore_marks
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
 from minimegatron.core.transformer.late_fields import note_built
+from minimegatron.core.transformer.sharded_state import sharded_tensor
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.exports import lazily
-
-# What a checkpoint takes is imported where one is written or read.
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "sharded_buffer": "minimegatron.core.transformer.sharded_state:sharded_buffer",
-        "sharded_state_dict": "minimegatron.core.transformer.sharded_state:sharded_state_dict",
-    },
-)
 
 
 class MegatronModule(torch.nn.Module):
@@ -69,7 +60,13 @@ class MegatronModule(torch.nn.Module):
         With `overlap_param_gather`, weights are incomplete until the next forward, and this raises
         RuntimeError: call the wrapper's `start_param_sync(force_sync=True)` first.
         """
-        return __getattr__("sharded_state_dict")(self, prefix)
+        self.state_dict()  # for the wrapper's hook, which raises
+        restore_marks(self)
+        groups = groups_of(self)
+        return {
+            prefix + name: sharded_tensor(prefix + global_parameter_name(self, name), one, groups)
+            for name, one in (*self.named_parameters(), *named_saved_buffers(self))
+        }
 
     def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
         """Draws every weight by its name in the full model (see `initial_weights`).

@@ -1,6 +1,6 @@
-"""A module's weights and saved buffers as the boxes that a checkpoint takes.
+"""One weight, one saved buffer as the box that a checkpoint takes.
 
-Megatron has this in `megatron.core.transformer.module` and in each layer.
+Megatron has this in `megatron.core.transformer.utils` and in each layer.
 """
 
 from functools import partial
@@ -14,36 +14,32 @@ from minimegatron.core.dist_checkpointing.mapping import (
     make_sharded_tensors,
 )
 from minimegatron.core.parameter import tensor_group
-from minimegatron.core.parameter_marks import restore_marks
-from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
-from minimegatron.core.transformer.module import (
-    MegatronModule,
-    global_parameter_name,
-    named_saved_buffers,
-)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 
 
-def sharded_state_dict(
-    module: MegatronModule, prefix: str
-) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """What `MegatronModule.sharded_state_dict` returns for `module`."""
-    module.state_dict()  # for the wrapper's hook, which raises
-    groups = groups_of(module)
-    found = {}
-    restore_marks(module)
-    for name, param in module.named_parameters():
-        key, group = prefix + global_parameter_name(module, name), tensor_group(param, groups)
-        second_copy = int(getattr(param, "shared", False))
-        boxes = partial(_boxes, param=param, tp_rank=group.rank(), tp_size=group.size())
-        parts = boxes(key, param.detach(), second_copy)
-        if len(parts) > 1:  # stacked matrices: each has its own place in the whole
-            whole = partial(_filled, param.detach())
-            parts = [ShardedTensorFactory(key, param.detach(), boxes, whole, second_copy)]
-        found[prefix + name] = parts[0]
-    for name, buffer in named_saved_buffers(module):
-        key = prefix + global_parameter_name(module, name)
-        found[prefix + name] = sharded_buffer(key, buffer, groups)
-    return found
+def sharded_tensor(
+    key: str, tensor: torch.Tensor, groups: ProcessGroupCollection
+) -> ShardedTensor | ShardedTensorFactory:
+    """A weight or a saved buffer as a checkpoint takes it, as `key`.
+
+    Stacked matrices are one box that makes several.
+    """
+    if isinstance(tensor, torch.nn.Parameter):
+        return _sharded_parameter(key, tensor, groups)
+    return sharded_buffer(key, tensor, groups)
+
+
+def _sharded_parameter(
+    key: str, param: torch.nn.Parameter, groups: ProcessGroupCollection
+) -> ShardedTensor | ShardedTensorFactory:
+    group, second_copy = tensor_group(param, groups), int(getattr(param, "shared", False))
+    boxes = partial(_boxes, param=param, tp_rank=group.rank(), tp_size=group.size())
+    parts = boxes(key, param.detach(), second_copy)
+    if len(parts) == 1:
+        return parts[0]
+    # Each of the matrices has its own place in the whole.
+    whole = partial(_filled, param.detach())
+    return ShardedTensorFactory(key, param.detach(), boxes, whole, second_copy)
 
 
 def _boxes(

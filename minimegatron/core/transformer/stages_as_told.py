@@ -15,20 +15,20 @@ from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
 
 
 def decoder_layers_of_layout(layout: PipelineParallelLayerLayout, config: Any) -> list[int]:
-    """Decoder layers of each virtual stage, in model order. ValueError: not those of `config`."""
+    """Decoder layers of each virtual stage, in model order.
+
+    Raises ValueError where the layout is none of a model of `config`'s sizes.
+    """
     v = config.virtual_pipeline_model_parallel_size or 1
     if layout.virtual_pipeline_model_parallel_size != v:
         raise ValueError(
             f"the pipeline layout has {layout.virtual_pipeline_model_parallel_size} chunks "
             f"per rank but virtual_pipeline_model_parallel_size is {v}; make them equal"
         )
-    stages = layers_of_layout(layout, LayerType.decoder)
-    if sum(stages) != config.num_layers:
-        raise ValueError(
-            f"the pipeline layout has {sum(stages)} decoder layers but num_layers is "
-            f"{config.num_layers}; change one of them"
-        )
-    return stages
+    text, p = layout.input_data, config.pipeline_model_parallel_size
+    layout = PipelineParallelLayerLayout(text, p, placement_of(config))
+    layout.validate_layer_layout(config.num_layers, config.mtp_num_layers)
+    return layers_of_layout(layout, LayerType.decoder)
 
 
 def layers_of_layout(layout: PipelineParallelLayerLayout, layer_type: LayerType) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core import knobs
+from minimegatron.core import knobs, schedule_of_config  # noqa: F401  the second enters its check
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.ssm.mamba_config import MambaConfig

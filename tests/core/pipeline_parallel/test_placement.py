@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from minimegatron.core import model_parallel_config
 from minimegatron.core.pipeline_parallel.orders import (
     placement_of,
     register_order,
@@ -19,6 +20,7 @@ from minimegatron.core.pipeline_parallel.placement import (
     V,
     usual_placement,
 )
+from minimegatron.core.schedule_of_config import check_stages
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -120,3 +122,15 @@ def test_a_config_knows_its_placement():
         assert placement_of(config) == V(4)
     finally:
         unregister("mine")
+
+
+def test_a_config_of_no_schedule_is_refused_also_if_it_was_made_before_there_were_any(monkeypatch):
+    unknown = {"pipeline_schedule": "nonsense"}
+    with pytest.raises(ValueError, match="unknown schedule 'nonsense'"):
+        model_parallel_config.ModelParallelConfig(**unknown)
+    monkeypatch.setattr(model_parallel_config, "schedule_checks", [])
+    config = model_parallel_config.ModelParallelConfig(**unknown)
+    with pytest.raises(ValueError, match="unknown schedule 'nonsense'"):
+        check_stages(config, 1)
+    with pytest.raises(ValueError, match="the pipeline group has 2 ranks; make them equal"):
+        check_stages(config, 2)

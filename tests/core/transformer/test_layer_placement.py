@@ -124,7 +124,7 @@ def test_layouts():
     for layout in ("Et|tt||tL", PipelineParallelLayerLayout("Et|tt||tL", 2)):
         config = make_config(4, 2, 2, pipeline_model_parallel_layout=layout)
         assert placed(config) == [[0], [1, 2], [], [3]]
-    with pytest.raises(ValueError, match="4 decoder layers but num_layers is 5"):
+    with pytest.raises(ValueError, match="t stands 4 times but --num-layers is 5"):
         placed(make_config(5, 2, 2, pipeline_model_parallel_layout="Et|tt||tL"))
     with pytest.raises(ValueError, match="2 chunks per rank but virtual_pipeline"):
         placed(make_config(4, 2, pipeline_model_parallel_layout="Et|tt||tL"))

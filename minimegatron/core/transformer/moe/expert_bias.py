@@ -16,6 +16,9 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from minimegatron.core.utils import get_model_config
 
+__all__ = ["_update_router_expert_bias", "reset_model_temporary_tensors"]
+"""What `finalize_model_grads` offers, where Megatron has them."""
+
 
 def forget_step(models: list[torch.nn.Module]) -> Callable[[], None]:
     """Before a step: what the last one counted is not this one's. Returns what puts it back."""

@@ -1,0 +1,37 @@
+"""A context-parallel rank's part of a batch.
+
+Counterpart: `megatron.core.utils.get_batch_on_this_cp_rank`, which can be imported from there too.
+"""
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.transformer.zigzag import take_part
+
+
+@accepts_left_out
+def get_batch_on_this_cp_rank(
+    batch: dict[str, torch.Tensor | None], cp_group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor | None]:
+    """This rank's part of each sequence: `zigzag.take_part` of every field, [b, s] -> [b, s/c].
+
+    `attention_mask` [b, 1, s, s] keeps all its columns, [b, 1, s/c, s]; one row for all tokens,
+    [b, 1, 1, s], stays. What is None stays None.
+    `cp_group` None means `parallel_state`'s. Raises ValueError where 2c does not divide s, and for a
+    mask of other dimensions.
+    """
+    if cp_group is None:
+        cp_group = ProcessGroupCollection.use_mpu_process_groups(["cp"]).cp
+    if cp_group.size() == 1:
+        return batch
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(f"attention_mask is {list(mask.shape)}; give [b, 1, s, s] or [b, 1, 1, s]")
+    return {
+        name: tensor
+        if tensor is None or (name == "attention_mask" and tensor.size(2) == 1)
+        else take_part(tensor, 2 if name == "attention_mask" else 1, cp_group)
+        for name, tensor in batch.items()
+    }
