@@ -18,66 +18,25 @@ from minimegatron.core.pipeline_parallel.schedule_table import Arrival, Interlea
 
 
 class Chunk(Protocol):
-    """A part of the model on this stage. What it is given and returns are tensors, or lists of them."""
+    """A part of the model on this stage. Inputs, outputs and gradients are tensors, or lists of them.
+
+    | method                                  | what it does                                             |
+    |-----------------------------------------|----------------------------------------------------------|
+    | `forward_step(microbatch_id, input)`    | the forward; returns the output, and keeps both          |
+    | `free_output(output)`                   | after it is sent: its memory is not needed any more      |
+    | `backward_step(output_grad)`            | of the oldest in flight; returns the input's gradient    |
+    | `num_in_flight()`                       | forwards done whose backward is not                      |
+    """
 
     num_microbatches: int
     forward_only: bool
 
-    def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
-        """Forward of one microbatch. Returns the output, and keeps both until the backward."""
-
-    def free_output(self, output_tensor: Any) -> None:
-        """After an output is sent: its memory is not needed any more."""
-
-    def backward_step(self, output_tensor_grad: Any) -> Any:
-        """Backward of the oldest microbatch in flight. Returns the gradient of its input."""
-
-    def num_in_flight(self) -> int:
-        """Microbatches whose forward is done and whose backward is not."""
-
 
 class Communicator(Protocol):
-    """Messages to and from the stages before and after: Megatron's nine methods (`P2PCommunicator`)."""
+    """Messages to and from the stages before and after: the nine methods of `P2PCommunicator`."""
 
     pp_group: Any
     """The stages: `rank()` is this one's number, `size()` says how many there are."""
-
-    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any: ...
-
-    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any: ...
-
-    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None: ...
-
-    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None: ...
-
-    def send_forward_recv_backward(
-        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
-    ) -> Any: ...
-
-    def send_backward_recv_forward(
-        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
-    ) -> Any: ...
-
-    def send_forward_recv_forward(
-        self, output_tensor: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
-    ) -> Any: ...
-
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: Any,
-        recv_next: bool,
-        tensor_shape: Any,
-        overlap_p2p_comm: bool = False,
-    ) -> Any: ...
-
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Any,
-        input_tensor_grad: Any,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-    ) -> tuple[Any, Any]: ...
 
 
 def no_pipelining(chunk: Chunk) -> None:
