@@ -123,7 +123,7 @@ def get_batch(
     """tokens, labels, loss_mask, attention_mask, position_ids; [b, s/c], None where not needed."""
     size = get_args().unpadded_vocab_size
     batch = get_batch_on_this_tp_rank(data_iterator, vp_stage, keys_of_chunks(), vocab_size=size)
-    batch = get_batch_on_this_cp_rank(batch)
+    batch = get_batch_on_this_cp_rank(batch, parallel_state.get_context_parallel_group())
     return tuple(batch[name] for name in GPT_FIELDS)
 
 

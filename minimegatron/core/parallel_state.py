@@ -42,8 +42,8 @@ class _ParallelState:
     groups: dict[str, dist.ProcessGroup | None]
     ranks: dict[str, list[int] | None]
     created: list[dist.ProcessGroup]
-    placement: Placement | None
-    """The stages on this rank's pipeline, if they are not placed as usual."""
+    placement: Placement
+    """Which rank of this rank's pipeline holds which stage of the model."""
 
 
 _state: _ParallelState | None = None
@@ -122,7 +122,10 @@ def initialize_model_parallel(
     )
     timeout = timedelta(minutes=distributed_timeout_minutes)
     over = backend.in_place_of(dist.get_backend())
-    _state = _create_groups(groups, timeout, pipeline_placement, over)
+    placement = pipeline_placement or usual_placement(
+        pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
+    )
+    _state = _create_groups(groups, timeout, placement, over)
     _virtual_size = virtual_pipeline_model_parallel_size
     _virtual_rank = None if _virtual_size is None else 0
 
@@ -163,7 +166,7 @@ def _ranks_of_first_stage(placement: Placement, pp_ranks: list[int]) -> list[int
 def _create_groups(
     groups: dict[str, list[list[int]]],
     timeout: timedelta,
-    placement: Placement | None,
+    placement: Placement,
     over: str | None = None,
 ) -> _ParallelState:
     """Makes one process group per distinct set of ranks, the same calls in the same order on all.
@@ -398,11 +401,13 @@ def get_expert_data_parallel_rank() -> int:
 def get_pipeline_placement() -> Placement:
     """Which rank of our pipeline holds which stage of the model.
 
-    What `initialize_model_parallel` was given, as long as the sizes are the same; else a line or a
-    loop.
+    What `initialize_model_parallel` found, as long as the sizes are the same; else a line or a loop.
     """
-    size, chunks = size_of("pp"), _virtual_size or 1
+    chunks = _virtual_size or 1
     given = None if _state is None else _state.placement
+    if given is not None and given.num_model_chunks == chunks and "pp" not in sizes_set_by_hand:
+        return given
+    size = size_of("pp")
     if given is not None and (given.pp_size, given.num_model_chunks) == (size, chunks):
         return given
     return usual_placement(size, chunks)
