@@ -102,6 +102,14 @@ class _RankCheck:
     )
     sent: dict[str, set[Unit]] = field(default_factory=lambda: {ACTIVATION: set(), GRADIENT: set()})
     problems: list[Problem] = field(default_factory=list)
+    units: list[Unit] = field(init=False)
+    """What this rank has to do: each microbatch that its chunks work on."""
+
+    def __post_init__(self) -> None:
+        M, v = self.config.num_microbatches, self.config.num_model_chunks
+        units = ((microbatch, chunk) for microbatch in range(M) for chunk in range(v))
+        self.units = [unit for unit in units if self.config.placement.has(*unit, M)]
+        self._here = frozenset(self.units)
 
     def run(self, actions: list[Action]) -> list[Problem]:
         for index, action in enumerate(actions):
@@ -142,7 +150,7 @@ class _RankCheck:
         return 0 <= unit[0] < M and 0 <= unit[1] < v
 
     def _is_here(self, unit: Unit) -> bool:
-        return self._exists(unit) and self.config.placement.has(*unit, self.config.num_microbatches)
+        return unit in self._here
 
     # -- Work --
 
@@ -224,7 +232,7 @@ class _RankCheck:
     # -- The whole step --
 
     def _check_complete(self) -> None:
-        for unit in self._all_units():
+        for unit in self.units:
             self._check_unit(unit)
         for payload, (_, _, work) in NEEDS.items():
             done = {unit for kind in TAKERS[payload] for unit in self.done[kind]}
@@ -249,12 +257,6 @@ class _RankCheck:
             text += ", so the activation of its forward is never freed (leak)"
         self._report("absent", unit, text)
 
-    def _all_units(self) -> Iterator[Unit]:
-        for microbatch in range(self.config.num_microbatches):
-            for chunk in range(self.config.num_model_chunks):
-                if self._is_here((microbatch, chunk)):
-                    yield microbatch, chunk
-
 
 # -- Pairs of ranks --
 
@@ -262,8 +264,9 @@ class _RankCheck:
 def _check_messages(plan: Plan) -> Iterator[Problem]:
     is_tagged = plan.config.wire == TAGGED
     for (source, target, *_), (sends, receives) in sorted(match_messages(plan).items()):
-        sent = {_content(plan.config, side): side for side in sends}
-        expected = {_content(plan.config, side): side for side in receives}
+        sent_in_order = [(_content(plan.config, side), side) for side in sends]
+        expected_in_order = [(_content(plan.config, side), side) for side in receives]
+        sent, expected = dict(sent_in_order), dict(expected_in_order)
         for content in [c for c in sent if c not in expected]:
             text = f"sent to rank {target}, which never receives it"
             yield _message_problem("leak", sent[content], text)
@@ -273,14 +276,14 @@ def _check_messages(plan: Plan) -> Iterator[Problem]:
         # Where one is missing, all later ones are one place off: only those that have a partner
         # tell anything about the order.
         pairs = zip(
-            [side for side in sends if _content(plan.config, side) in expected],
-            [side for side in receives if _content(plan.config, side) in sent],
+            [one for one in sent_in_order if one[0] in expected],
+            [one for one in expected_in_order if one[0] in sent],
             strict=False,
         )
         crossed = [
             (number, a, b)
-            for number, (a, b) in enumerate(pairs)
-            if _content(plan.config, a) != _content(plan.config, b)
+            for number, ((content, a), (other, b)) in enumerate(pairs)
+            if content != other
         ]
         if crossed:
             number, a, b = crossed[0]

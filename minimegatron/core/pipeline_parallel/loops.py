@@ -20,12 +20,12 @@ from minimegatron.core.pipeline_parallel.schedule_table import Arrival, Interlea
 class Chunk(Protocol):
     """A part of the model on this stage. Inputs, outputs and gradients are tensors, or lists of them.
 
-    | method                                  | what it does                                             |
-    |-----------------------------------------|----------------------------------------------------------|
-    | `forward_step(microbatch_id, input)`    | the forward; returns the output, and keeps both          |
-    | `free_output(output)`                   | after it is sent: its memory is not needed any more      |
-    | `backward_step(output_grad)`            | of the oldest in flight; returns the input's gradient    |
-    | `num_in_flight()`                       | forwards done whose backward is not                      |
+    | method                               | what it does                                          |
+    |--------------------------------------|-------------------------------------------------------|
+    | `forward_step(microbatch_id, input)` | the forward; returns the output, and keeps both       |
+    | `free_output(output)`                | after it is sent: its memory is not needed any more   |
+    | `backward_step(output_grad)`         | of the oldest in flight; returns the input's gradient |
+    | `num_in_flight()`                    | forwards done whose backward is not                   |
     """
 
     num_microbatches: int
