@@ -50,7 +50,6 @@ from minimegatron.core.pipeline_parallel.work import (
     BACKWARD_WEIGHT,
     COMMUNICATE,
     FORWARD,
-    GRADIENT,
     KINDS,
     RECEIVE,
     SEND,
@@ -267,11 +266,11 @@ class _Needs(NamedTuple):
 
     taken: list[int | None] | None
     """Of `Times.made`, what it needs; None if it needs nothing."""
-    source: tuple[str, int, int] | None
-    """The key of that."""
     given: list[int | None] | None
-    target: tuple[str, int, int] | None
     """The same of what it makes."""
+    source: tuple[str, int, int] | None
+    target: tuple[str, int, int] | None
+    """Their keys."""
     time: int
 
 
@@ -280,20 +279,18 @@ def _needs_of(rank: int, times: Times, config: PlanConfig) -> dict[tuple[str, in
     for kind, time in TIMES.items():
         for chunk in range(config.num_model_chunks):
             source = source_of(config.placement, rank, Work(kind, 0, chunk))
-            taken = None if source is None else (source[0], *source[1])
+            source_key = None if source is None else (source[0], *source[1])
             gives = KINDS[kind].gives
-            given = None if gives is None else (gives, rank, chunk)
-            made = times.made
-            found[kind, chunk] = _Needs(made.get(taken), taken, made.get(given), given, time)
+            target_key = None if gives is None else (gives, rank, chunk)
+            moments = [None if key is None else times.made[key] for key in (source_key, target_key)]
+            found[kind, chunk] = _Needs(*moments, source_key, target_key, time)
     return found
 
 
 def simulate_orders(orders: list[list[Work]], config: PlanConfig) -> Times:
     """Runs all orders at once. Raises `ScheduleError` if they are not complete, or wait for ever."""
     check_orders(orders, config)
-    places = [(rank, c) for rank in range(len(orders)) for c in range(config.num_model_chunks)]
-    payloads, nothing = (ACTIVATION, GRADIENT), [None] * config.num_microbatches
-    made = {(payload, *place): nothing.copy() for payload in payloads for place in places}
+    made = defaultdict(lambda: [None] * config.num_microbatches)
     times = Times([[] for _ in orders], [[] for _ in orders], made)
     needs = [_needs_of(rank, times, config) for rank in range(len(orders))]
     waiting_for: dict[tuple, int] = {}  # what a rank waits for -> the rank

@@ -382,7 +382,8 @@ def _order_of(config: PlanConfig, pp_rank: int, function: OrderFunction) -> list
 
 
 def _is_work(part: Work) -> bool:
-    return part.kind in KINDS and type(part.microbatch) is type(part.chunk) is int
+    microbatch, chunk = part.microbatch, part.chunk
+    return part.kind in KINDS and type(microbatch) is type(chunk) is int
 
 
 def _forwards(work: Work) -> list[Work]:

@@ -116,7 +116,7 @@ def _ask_for_messages(
     vp_size = p2p.virtual_pipeline_model_parallel_size
     is_interleaved = vp_size is not None
     sizes = {
-        "pp_size": p2p.pp_group.size(),
+        "pp": p2p.pp_group.size(),
         "num_microbatches": num_microbatches,
         "vpp": vp_size,
         "group_size": p2p.config.microbatch_group_size_per_vp_stage if is_interleaved else None,
