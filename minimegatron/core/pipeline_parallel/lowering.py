@@ -28,7 +28,7 @@ exchange(receive activation of microbatch 1, chunk 0 from rank 0)
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -130,7 +130,7 @@ class RankOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class CommonOrder:
-    """The orders of all ranks, which can be done, and the moments at which they are: on any wire."""
+    """The orders of all ranks, which can be done, and the moments at which they are."""
 
     config: PlanConfig
     orders: list[list[Work]]
@@ -164,9 +164,7 @@ def common_order(config: PlanConfig, schedule: Schedule | None = None) -> Common
 
     Raises `ScheduleError`, a ValueError, if it cannot be done.
     """
-    # What is computed next for another wire is the same.
-    same = replace(config, wire=None, batch_p2p_comm=True, overlap_p2p_comm=False)
-    return _common_order(same, schedule or get_schedule(config.schedule))
+    return _common_order(config, schedule or get_schedule(config.schedule))
 
 
 @lru_cache(maxsize=4)  # each holds all work of all ranks
@@ -384,10 +382,10 @@ def count_unreceived(orders: list[list[Work]], times: Times, placement: Placemen
                     sent, all_sent, all_used = channel
                     all_sent.append(sent[part.microbatch])
                     all_used.append(start)
-    peaks = [0] * len(orders)
+    peaks: dict[int, int] = defaultdict(int)
     for (maker, _, _), (sent, used) in moments.items():
         peaks[maker] = max(peaks[maker], _peak(sorted(sent), sorted(used)))
-    return peaks
+    return [peaks[rank] for rank in range(len(orders))]
 
 
 def _peak(sent: list[int], used: list[int]) -> int:

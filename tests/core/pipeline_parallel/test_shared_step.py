@@ -85,11 +85,6 @@ def plan_of(config: PlanConfig) -> list:
     return plan(*sizes, forward_only=config.forward_only, wire=config.wire).ranks
 
 
-def test_both_wires_share_what_is_computed_for_all_ranks():
-    tagged, untagged = wired(BREADTH_FIRST, 2, 3, 2)
-    assert common_order(tagged) is common_order(untagged)
-
-
 def test_the_error_of_a_schedule_travels():
     error = ScheduleError([Problem("absent", 1, 0, 0, "forward is never done")] * 2)
     copy = pickle.loads(pickle.dumps(error))
