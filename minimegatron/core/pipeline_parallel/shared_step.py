@@ -65,7 +65,9 @@ class Asked(NamedTuple):
 
 
 def step_of_rank(asked: Asked, pp_group: dist.ProcessGroup) -> RankStep:
-    """The step on this rank. All ranks of the pipeline call it, unless it is kept.
+    """The step on this rank. All ranks of the pipeline call it; a step that is kept sends nothing.
+
+    So nobody hears of a rank that asks for another step than the others, if it is kept there.
 
     Raises, on all ranks alike, what making the step raises; ValueError if it cannot be run, or if the
     ranks do not ask for the same.
