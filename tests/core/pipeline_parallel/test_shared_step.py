@@ -188,16 +188,19 @@ class Names:
         pass
 
 
-def pipeline(p: int, v: int | None = None) -> ProcessGroupCollection:
+def groups_of_run(tp: int) -> ProcessGroupCollection:
+    """Over all ranks: `tp` pipelines side by side."""
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=p)
+        parallel_state.initialize_model_parallel(tp, dist.get_world_size() // tp)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def step(name: str, M: int, v: int | None = None, forward_only: bool = False, **more) -> list:
+def step(
+    name: str, M: int, v: int | None = None, forward_only: bool = False, tp: int = 1, **more
+) -> list:
     """One step of plain layers in this order; returns what it has reported."""
-    p = dist.get_world_size()
-    groups, rank = pipeline(p), dist.get_rank()
+    groups = groups_of_run(tp)
+    p, rank = groups.pp.size(), groups.pp.rank()
     config = ModelParallelConfig(
         pipeline_model_parallel_size=p,
         virtual_pipeline_model_parallel_size=v,
@@ -329,7 +332,7 @@ class Planted(Exception):
     """What a test makes a rank raise."""
 
 
-def fail_on(failing: int, place: str) -> list[str]:
+def fail_on(failing: int, place: str, tp: int = 1) -> list[str]:
     """A step that fails on one rank before, while or after it is shared; then good ones."""
     found, is_failing = [], dist.get_rank() == failing
     known = {"gather": shared_step._gather, "distribute": shared_step._distribute}
@@ -342,15 +345,16 @@ def fail_on(failing: int, place: str) -> list[str]:
             setattr(shared_step, f"_{place}", planted)
         if is_failing and place == "ready":
             lowering.RankOrder.ready, kept = planted, lowering.RankOrder.ready
+        run = partial(step, GPIPE, forward_only=forward_only, tp=tp)
         chunks = {"num_chunks": 2} if is_failing and place == "chunks" else {}
         M = 0 if is_failing and place == "arguments" else 3
-        found.append(error_of(partial(step, GPIPE, M, None, forward_only, **chunks)))
+        found.append(error_of(partial(run, M, **chunks)))
         for name, function in known.items():
             setattr(shared_step, f"_{name}", function)
         if is_failing and place == "ready":
             lowering.RankOrder.ready = kept
         # The first shares, if the one before has not; the second must not.
-        found += [error_of(partial(step, GPIPE, 3, None, forward_only)) for _ in range(2)]
+        found += [error_of(partial(run, 3)) for _ in range(2)]
     return found
 
 
@@ -366,3 +370,16 @@ def test_the_others_are_told_of_a_rank_that_fails_around_the_sharing(failing, pl
                 assert raised.startswith(own.get(place, "Planted: planted"))
             else:
                 assert raised.startswith(("WireError", "ConnectionError")) and "given up" in raised
+
+
+@tells
+@pytest.mark.parametrize("place", ["arguments", "distribute", "chunks"])
+def test_of_two_pipelines_the_other_goes_on_or_hears_of_it_at_the_end(place):
+    """It keeps its step of an evaluation; the one that has failed shares its own anew."""
+    ranks = run_ranks(fail_on, 4, 2, place, 2, timeout=30)
+    for rank, (training, *good, evaluation, _, _) in enumerate(ranks):
+        assert good == ["", ""] and ranks[rank][4:] == ["", ""]
+        in_its_pipeline = rank % 2 == 0
+        assert bool(training) and bool(evaluation) == in_its_pipeline
+        if rank != 2:
+            assert "given up" in training and (not evaluation or "given up" in evaluation)
