@@ -3,14 +3,15 @@
 Megatron has no counterpart: a schedule there is the code that runs it.
 
 What one rank does depends on the order of all ranks. At 64 stages that is half a million pieces of
-work, so stage 0 alone asks for the order, checks and times it. Each other rank is sent its own part,
-and places its own messages. A later step of the same sizes sends nothing.
+work, so rank 0 alone asks for the order, checks and times it. Each other rank is sent its own part,
+and places its own messages. So ranks cannot have different plans, even of an order that chance or the
+environment decides. A later step of the same sizes sends nothing.
 
 Over the group of the pipeline, in a step that all ranks have begun, as one that fails here must tell
 the others:
 
 1. All tell what they ask for. Where that differs, every rank raises the same error.
-2. Stage 0 says how long each rank's part is, and then sends it. What has failed there is the part of
+2. Rank 0 says how long each rank's part is, and then sends it. What has failed there is the part of
    every rank, and every rank raises it.
 """
 
