@@ -175,7 +175,7 @@ def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[
         ("B cooldown", "input_grad = chunk.backward_step(grad)", "backward_step"),
     ):
         chains[key] = [
-            _named(package, *runner, "PlannedRun(step, rank, frame.chunks, p2p, shape).run()"),
+            _named(package, *runner, "PlannedRun(step, frame.chunks, p2p, shape).run()"),
             *([_named(package, *planned, line)] if schedule else []),
             _named(package, "minimegatron.core.pipeline_parallel.steps", f"ModelChunk.{last}"),
             _named(package, "minimegatron.core.pipeline_parallel.steps", last),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.lowering import lowered_step
+from minimegatron.core.pipeline_parallel.lowering import common_order
 from minimegatron.core.pipeline_parallel.orders import (
     INTERLEAVED,
     NO_PIPELINING,
@@ -113,7 +113,7 @@ def check_order(args: Any, num_microbatches: int, forward_only: bool = False) ->
         wire=TAGGED,
     )
     try:
-        require_runnable(lowered_step(config))
+        require_runnable(common_order(config))
     except Exception as error:  # the order is the user's: it may raise anything
         line = place_in(error, _files.get(name))
         cause = str(error) if line is None else f"{line}: {type(error).__name__}: {error}"

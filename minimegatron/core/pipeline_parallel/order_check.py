@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from minimegatron.core.pipeline_parallel.orders import PlanConfig
 from minimegatron.core.pipeline_parallel.placement import Place
 from minimegatron.core.pipeline_parallel.work import (
+    FORWARD,
     INPUT_GRADIENT,
     KINDS,
     OUTPUT,
@@ -28,6 +29,9 @@ class ScheduleError(ValueError):
         self.problems = problems
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         super().__init__(f"{problems[0]}{more}")
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.problems,)
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,40 @@ class Problem:
         )
 
 
+_NEXT = {
+    (kind.after[0] if kind.after else None, kind.name) for kind in KINDS.values() if kind.computes
+}
+"""(what was done last of a microbatch and chunk, or None; what may be done then)"""
+
+_LAST = {kind.name for kind in KINDS.values() if WEIGHT_GRADIENT in kind.computes}
+"""After these, nothing of a unit is left to be done."""
+
+
 def check_orders(orders: list[list[Work]], config: PlanConfig) -> None:
     """Raises `ScheduleError` unless every rank does each of its units once, in a possible order."""
+    M, v, has = config.num_microbatches, config.num_model_chunks, config.placement.has
+    units = {(i, chunk) for i in range(M) for chunk in range(v) if has(i, chunk, M)}
+    last = {FORWARD} if config.forward_only else _LAST
     problems = [
         problem
         for rank, order in enumerate(orders)
+        if not _is_complete(order, units, last)
         for problem in _OrderOfRank(config, rank).problems_of(order)
     ]
     if problems:
         raise ScheduleError(problems)
+
+
+def _is_complete(order: list[Work], units: set[Unit], last: set[str]) -> bool:
+    """Whether nothing is wrong, which takes less time to find than what is."""
+    done: dict[Unit, str] = {}
+    for work in order:
+        for kind, microbatch, chunk, _, _ in work.parts or (work,):
+            unit = (microbatch, chunk)
+            if (done.get(unit), kind) not in _NEXT:
+                return False
+            done[unit] = kind
+    return done.keys() == units and last.issuperset(done.values())
 
 
 class _OrderOfRank:

@@ -170,8 +170,8 @@ class Rank(PlannedRank):
 OrderFunction = Callable[[Rank], Iterable[Work]]
 """Yields everything that one rank computes in a step, in order.
 
-It depends on the rank that it is given, and on nothing else: every rank asks it for all ranks, and all
-must get the same answer.
+It depends on the rank that it is given, and on nothing else. In a run, stage 0 asks it for all ranks;
+who plans that run elsewhere must get the same answer.
 """
 
 
@@ -361,7 +361,9 @@ def _order_of(config: PlanConfig, pp_rank: int, function: OrderFunction) -> list
     most = 3 * config.num_microbatches * config.num_model_chunks
     order: list[Work] = []
     for number, work in enumerate(yielded):
-        if not isinstance(work, Work) or not all(map(_is_work, work.parts or (work,))):
+        if not isinstance(work, Work) or not (
+            all(map(_is_work, work.parts)) if work.parts else _is_work(work)
+        ):
             raise ValueError(
                 f"order {name} yielded {work!r} on rank {pp_rank}; yield what the rank's methods "
                 "return for whole numbers, such as rank.forward(0)"
@@ -372,13 +374,16 @@ def _order_of(config: PlanConfig, pp_rank: int, function: OrderFunction) -> list
                 f"{config.num_microbatches} microbatches and {config.num_model_chunks} chunks need "
                 "no more; let it end"
             )
-        order += _forwards(work) if config.forward_only else [work]
+        if config.forward_only:
+            order += _forwards(work)
+        else:
+            order.append(work)
     return order
 
 
 def _is_work(part: Work) -> bool:
-    numbers = (part.microbatch, part.chunk)
-    return part.kind in KINDS and all(type(number) is int for number in numbers)
+    microbatch, chunk = part.microbatch, part.chunk
+    return part.kind in KINDS and type(microbatch) is type(chunk) is int
 
 
 def _forwards(work: Work) -> list[Work]:
@@ -484,14 +489,9 @@ def _in_turns(
         group_size,
         overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
     )
-    forwards, backwards = (
-        [
-            (table.microbatch_id(k), table.model_chunk_id(k, forward))
-            for k in range(table.counts.total)
-        ]
-        for forward in (True, False)
-    )
-    return forwards, backwards, table.counts.num_warmup
+    last = rank.num_model_chunks - 1
+    backwards = [(microbatch, last - chunk) for microbatch, chunk in table.table]
+    return table.table, backwards, table.counts.num_warmup
 
 
 @register_order(BREADTH_FIRST, placement=LOOP)

@@ -7,6 +7,7 @@ run here too, and compute the same.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,11 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.orders.p2p_methods import ASKED_BY, METHODS, OVERLAP
 from minimegatron.core.pipeline_parallel.lowering import (
     EXCHANGE,
-    LoweredStep,
-    lowered_step,
+    RankStep,
+    common_order,
+    count_in_flight,
     target_of,
+    work_of,
 )
 from minimegatron.core.pipeline_parallel.orders import (
     TAGGED,
@@ -35,13 +38,9 @@ from minimegatron.core.pipeline_parallel.p2p_communication import (
     communicator_of,
     sends_shapes,
 )
-from minimegatron.core.pipeline_parallel.runnable import (
-    check_step,
-    count_in_flight,
-    require_agreement,
-    work_of,
-)
+from minimegatron.core.pipeline_parallel.runnable import check_step
 from minimegatron.core.pipeline_parallel.send_limits import least_send_limit
+from minimegatron.core.pipeline_parallel.shared_step import Asked, keep_step, step_of_rank
 from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     framed_schedule,
@@ -64,8 +63,8 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config
 
-StepMaker = Callable[[P2PCommunicator, int, bool], LoweredStep]
-"""From the communicator, the number of microbatches and forward_only to the step to run."""
+StepAsker = Callable[[P2PCommunicator, int, bool], Asked]
+"""From the communicator, the number of microbatches and forward_only to the step to ask for."""
 
 
 def get_named_forward_backward_func(name: str) -> Callable:
@@ -78,17 +77,17 @@ def get_named_forward_backward_func(name: str) -> Callable:
     schedule = get_schedule(name)
     if schedule.order is None:
         return get_messages_forward_backward_func(schedule)
-    return planned_forward_backward_func(name, partial(_lowered, schedule), _describe_wire)
+    return planned_forward_backward_func(name, partial(_ask_for_order, schedule), _describe_wire)
 
 
 def get_messages_forward_backward_func(schedule: Schedule) -> Callable:
     """The same, with the messages that the schedule names."""
-    return planned_forward_backward_func(schedule.name, partial(_with_its_messages, schedule))
+    return planned_forward_backward_func(schedule.name, partial(_ask_for_messages, schedule))
 
 
-def _lowered(
+def _ask_for_order(
     schedule: Schedule, p2p: P2PCommunicator, num_microbatches: int, forward_only: bool
-) -> LoweredStep:
+) -> Asked:
     vp_size = p2p.virtual_pipeline_model_parallel_size
     placement = schedule.placed(p2p.pp_group.size(), vp_size)
     wire = _wire_of(p2p.is_tagged, p2p.config)
@@ -103,7 +102,8 @@ def _lowered(
         placement=placement,
         wire=wire,
     )
-    return lowered_step(config, schedule)
+    sizes = tuple((field.name, getattr(config, field.name)) for field in fields(config)[1:])
+    return Asked(schedule, sizes, partial(common_order, config, schedule), config)
 
 
 def _wire_of(has_tags: bool, config: ModelParallelConfig) -> str:
@@ -111,21 +111,22 @@ def _wire_of(has_tags: bool, config: ModelParallelConfig) -> str:
     return TAGGED if has_tags and not sends_shapes(config) else UNTAGGED
 
 
-def _with_its_messages(
+def _ask_for_messages(
     schedule: Schedule, p2p: P2PCommunicator, num_microbatches: int, forward_only: bool
-) -> LoweredStep:
+) -> Asked:
     vp_size = p2p.virtual_pipeline_model_parallel_size
     is_interleaved = vp_size is not None
-    return schedule.make_step(
-        schedule,
-        p2p.pp_group.size(),
-        num_microbatches,
-        vpp=vp_size,
-        group_size=p2p.config.microbatch_group_size_per_vp_stage if is_interleaved else None,
-        forward_only=forward_only,
-        overlap_p2p_comm=is_interleaved and p2p.config.overlap_p2p_comm,
-        batch_p2p_comm=p2p.config.batch_p2p_comm,
-    )
+    sizes = {
+        "pp": p2p.pp_group.size(),
+        "num_microbatches": num_microbatches,
+        "vpp": vp_size,
+        "group_size": p2p.config.microbatch_group_size_per_vp_stage if is_interleaved else None,
+        "forward_only": forward_only,
+        "overlap_p2p_comm": is_interleaved and p2p.config.overlap_p2p_comm,
+        "batch_p2p_comm": p2p.config.batch_p2p_comm,
+    }
+    make = partial(schedule.make_step, schedule, **sizes)
+    return Asked(schedule, tuple(sizes.items()), make)
 
 
 def _describe_wire(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -141,10 +142,10 @@ def _describe_wire(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def planned_forward_backward_func(
     name: str,
-    make_step: StepMaker,
+    ask: StepAsker,
     describe: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable:
-    """A `forward_backward_func` that runs the steps of `make_step`.
+    """A `forward_backward_func` that runs the steps that `ask` asks for.
 
     It takes the keyword arguments of `get_forward_backward_func`'s functions;
     `adjust_tensor_shapes_fn` must be None. What cannot work raises a ValueError (for an order or a
@@ -177,62 +178,56 @@ def planned_forward_backward_func(
         config = get_model_config(models[0])
         pg_collection = groups_of_step(models[0], pg_collection)
         p2p = p2p_communicator or communicator_of(pg_collection, config)
-        step = make_step(p2p, num_microbatches, forward_only)
-        rank = p2p.pp_group.rank()
-        check_step(step, config, models, iterators)
-        frame = _make_frame(config, pg_collection, p2p, step)
-        (shape,) = get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=pg_collection.tp,
-            cp_group=pg_collection.cp,
-        )
-        for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True)):
-            frame.add_chunk(
-                forward_step_func,
-                _data_in_order(iterator, _forwards_of(step, rank, chunk_id)),
-                chunk,
-                num_microbatches,
-                collect_non_loss_data=collect_non_loss_data,
-                first_val_step=first_val_step,
-                num_in_flight=count_in_flight(step.ranks[rank]),
-                vp_stage=None if p2p.virtual_pipeline_model_parallel_size is None else chunk_id,
-                is_last_stage=step.config.placement.is_last(rank, chunk_id),
-                sends=shape,
+        asked = ask(p2p, num_microbatches, forward_only)
+        pipeline = p2p if p2p.pp_group.size() > 1 else None
+        frame = StepFrame(config, pg_collection, pipeline, forward_only)
+        with frame.begun():
+            step = step_of_rank(asked, p2p.pp_group)
+            check_step(step, config, models, iterators)
+            frame.follow(_order_of_forwards(step, p2p), _send_limit(step))
+            (shape,) = get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                tp_group=pg_collection.tp,
+                cp_group=pg_collection.cp,
             )
-        with frame:
-            require_agreement(step, p2p.pp_group)
-            PlannedRun(step, rank, frame.chunks, p2p, shape).run()
-        return _in_order_of_microbatches(frame.forward_data_store, step, rank)
+            for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True)):
+                frame.add_chunk(
+                    forward_step_func,
+                    _data_in_order(iterator, _forwards_of(step, chunk_id)),
+                    chunk,
+                    num_microbatches,
+                    collect_non_loss_data=collect_non_loss_data,
+                    first_val_step=first_val_step,
+                    num_in_flight=count_in_flight(step.actions),
+                    vp_stage=None if p2p.virtual_pipeline_model_parallel_size is None else chunk_id,
+                    is_last_stage=step.config.placement.is_last(step.rank, chunk_id),
+                    sends=shape,
+                )
+            with frame:
+                PlannedRun(step, frame.chunks, p2p, shape).run()
+                keep_step(asked, step, p2p.pp_group)
+        return _in_order_of_microbatches(frame.forward_data_store, step)
 
     return framed_schedule(forward_backward_planned, name, describe)
 
 
-def _make_frame(
-    config: ModelParallelConfig,
-    pg_collection: ProcessGroupCollection,
-    p2p: P2PCommunicator,
-    step: LoweredStep,
-) -> StepFrame:
-    rank, forward_only = p2p.pp_group.rank(), step.config.forward_only
-    forwards = None
-    if p2p.virtual_pipeline_model_parallel_size is not None:
-        forwards = [(a.microbatch, a.chunk) for a in work_of(step.ranks[rank]) if a.kind == FORWARD]
-    return StepFrame(
-        config,
-        pg_collection,
-        p2p if p2p.pp_group.size() > 1 else None,
-        forward_only,
-        forwards,
-        max(least_send_limit(forward_only), step.limits[rank]),
-    )
+def _order_of_forwards(step: RankStep, p2p: P2PCommunicator) -> list[tuple[int, int]] | None:
+    """As `StepFrame` takes it."""
+    if p2p.virtual_pipeline_model_parallel_size is None:
+        return None
+    return [(a.microbatch, a.chunk) for a in work_of(step.actions) if a.kind == FORWARD]
 
 
-def _forwards_of(step: LoweredStep, rank: int, chunk: int) -> list[int]:
+def _send_limit(step: RankStep) -> int:
+    return max(least_send_limit(step.config.forward_only), step.limit)
+
+
+def _forwards_of(step: RankStep, chunk: int) -> list[int]:
     """The microbatches of one chunk's forwards, in the order in which they are run."""
-    work = work_of(step.ranks[rank])
+    work = work_of(step.actions)
     return [a.microbatch for a in work if a.kind == FORWARD and a.chunk == chunk]
 
 
@@ -261,13 +256,13 @@ class _Reordered:
         return sample
 
 
-def _in_order_of_microbatches(reports: list, step: LoweredStep, rank: int) -> list:
+def _in_order_of_microbatches(reports: list, step: RankStep) -> list:
     """What the loss function reported, by microbatch, whatever the order of the forwards."""
     placement = step.config.placement
-    last = [c for c in range(placement.num_model_chunks) if placement.is_last(rank, c)]
+    last = [c for c in range(placement.num_model_chunks) if placement.is_last(step.rank, c)]
     if not last or len(reports) != step.config.num_microbatches:
         return reports
-    found = dict(zip(_forwards_of(step, rank, last[0]), reports, strict=True))
+    found = dict(zip(_forwards_of(step, last[0]), reports, strict=True))
     return [found[microbatch] for microbatch in sorted(found)]
 
 
@@ -291,13 +286,12 @@ class PlannedRun:
 
     def __init__(
         self,
-        step: LoweredStep,
-        rank: int,
+        step: RankStep,
         chunks: list[ModelChunk],
         p2p: P2PCommunicator,
         shape: tuple[int, ...],
     ):
-        self.actions, self.rank = step.ranks[rank], rank
+        self.actions, self.rank = step.actions, step.rank
         self.placement, self.forward_only = step.config.placement, step.config.forward_only
         self.chunks, self.p2p, self.shape = chunks, p2p, shape
         self._made: dict[tuple, torch.Tensor] = {}

@@ -52,7 +52,7 @@ def get_interleaved_send_limits(
     """The most unreceived messages of each stage, where messages are overlapped.
 
     >>> get_interleaved_send_limits(2, 8, 2, 2, False), get_interleaved_send_limits(2, 8, 2, 8, False)
-    ([2, 2], [7, 7])
+    ([2, 1], [7, 7])
     """
     sizes = (pp_size, num_microbatches, num_model_chunks, group_size)
     config = PlanConfig(COMBINED if is_combined else INTERLEAVED, *sizes, forward_only)

@@ -100,6 +100,13 @@ class StepFrame(NoFrame):
         # (chunk, is it the chunk's last) of each backward so far.
         self._backwards: list[tuple[int, bool]] = []
         self._synchronized_chunks: set[int] = set()
+        self._groups, self._others = _groups_of_a_step(pg_collection, p2p, forward_only)
+        self._is_begun = self._has_failed = False
+
+    def follow(self, forward_order: Sequence[tuple[int, int]] | None, send_limit: int) -> None:
+        """Says both where they are not known when the frame is made. Before it is entered."""
+        self._param_sync = ParamSync(self.config, forward_order or (), self.stage)
+        self._send_limit = send_limit
 
     def add_chunk(
         self,
@@ -127,13 +134,30 @@ class StepFrame(NoFrame):
 
     # -- The step begins --
 
-    def __enter__(self) -> "StepFrame":
-        self._groups, self._others = _groups_of_a_step(
-            self.pg_collection, self.p2p, self.forward_only
-        )
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        """Begins the step before the frame is entered, which is done inside.
+
+        For what ranks must tell each other before they have their chunks: if that fails on one of them,
+        it tells the others, as in the step.
+        """
         try:
-            StepFrame.num_begun += 1
-            collectives.begin_step(self._groups, self._others, self.forward_only)
+            self._begin()
+            yield
+        except BaseException as error:
+            if not self._has_failed:
+                self._give_up(error)
+            raise
+
+    def _begin(self) -> None:
+        StepFrame.num_begun += 1
+        collectives.begin_step(self._groups, self._others, self.forward_only)
+        self._is_begun = True
+
+    def __enter__(self) -> "StepFrame":
+        try:
+            if not self._is_begun:
+                self._begin()
             if self._knows_steps:
                 self.p2p.begin_step(self._send_limit)
             # The chunk that ends in the loss, if it is here, is the last of this list.
@@ -230,6 +254,7 @@ class StepFrame(NoFrame):
         collectives.end_step(self._groups + self._others)
 
     def _give_up(self, error: BaseException) -> None:
+        self._has_failed = True
         if self._knows_steps:
             self.p2p.abandon()
         collectives.abandon(self._groups + self._others, _reason_of(error))

@@ -11,7 +11,7 @@ FAULTS_OF_ORDERS = (
     Fault(
         "received-as-early-as-possible",
         _PP + "lowering.py",
-        "        placed += _at_their_sends(receives, times.starts[rank])\n",
+        "        placed += _at_their_sends(receives, part.starts)\n",
         "        placed += _before_their_use(receives)\n",
         "On a wire without tags two ranks no longer agree on the order of their messages: a gradient "
         "is taken for an activation, or both wait for ever.",
@@ -35,15 +35,15 @@ FAULTS_OF_ORDERS = (
     Fault(
         "data-in-the-order-of-the-loader",
         _PP + "planned_schedule.py",
-        "                _data_in_order(iterator, _forwards_of(step, rank, chunk_id)),\n",
-        "                iterator,\n",
+        "                    _data_in_order(iterator, _forwards_of(step, chunk_id)),\n",
+        "                    iterator,\n",
         "The first stage forwards its microbatches in another order than the last stage compares them "
         "in: each loss is computed with another microbatch's labels.",
     ),
     Fault(
         "reports-in-the-order-of-work",
         _PP + "planned_schedule.py",
-        "        return _in_order_of_microbatches(frame.forward_data_store, step, rank)\n",
+        "        return _in_order_of_microbatches(frame.forward_data_store, step)\n",
         "        return frame.forward_data_store\n",
         "The losses come back in the order in which the last stage has computed them.",
     ),
