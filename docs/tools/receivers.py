@@ -8,8 +8,10 @@ of two classes is of none. What is not known is not linked, rather than guessed.
 """
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from annotate import AnnotatedPage
@@ -34,6 +36,7 @@ from kinds import (
 from package import Package
 from scopes import Binding, Scope, Uses
 
+HOOKS = Path(__file__).with_name("hooks.toml")
 COPIES = frozenset(["list", "tuple", "sorted", "reversed", "iter", "set", "frozenset", "deque"])
 SAME = frozenset(["replace", "copy", "deepcopy"])
 """They give another object of their first argument's class."""
@@ -59,11 +62,19 @@ class Receivers:
 
     def __init__(self, package: Package):
         self.package, self.classes = package, Classes(package)
+        self._forms = dict(self._form_and_class())
         self.code = {name: Uses(name, page.tree) for name, page in package.pages.items()}
         self._known: dict[int, Kind | None] = {}
         self._asked: list[tuple] = []
         self._attributes: dict[tuple[Symbol, str], Kind | None] = {}
         self._uses: dict[str, list[Use]] = {}
+
+    def _form_and_class(self) -> Iterator[tuple[Symbol, Symbol]]:
+        """Of hooks.toml, the forms that do not write out their methods, and a class that has them."""
+        for form in tomllib.loads(HOOKS.read_text())["form"]:
+            found = [self.classes.find(name) for name in (form["name"], form["classes"][0])]
+            if None not in found:
+                yield found[0], found[1]
 
     def uses(self, module: str) -> list[Use]:
         """What the module's code names of objects, as far as it is known."""
@@ -92,6 +103,9 @@ class Receivers:
         base = self.infer(node.value, scope)
         match base:
             case Instance(cls):
+                if found := self.classes.member(cls, node.attr):
+                    return found, cls, "named"
+                cls = self._forms.get(cls, cls)
                 return self.classes.member(cls, node.attr), cls, "named"
             case Parent(cls):
                 return self.classes.member(cls, node.attr, above=True), None, "named"
