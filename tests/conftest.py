@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def forget_users_schedules() -> Iterator[None]:
     """What a user's file has registered is gone after the test, whichever test comes next."""
     yield
-    orders = sys.modules.get("minimegatron.core.pipeline_parallel.orders")
+    orders = sys.modules.get("minimegatron.core.orders.orders")
     if orders is None:  # a test that needs no torch
         return
     for name in orders.schedule_names():

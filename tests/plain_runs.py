@@ -98,9 +98,9 @@ class Room(NamedTuple):
 
 ROOMS = {
     "shared memory": Room(("backend/",), "tensors between ranks of one machine, in gloo's place"),
-    "send limits": Room(
-        ("core/pipeline_parallel/send_limits.py",),
-        "how many messages may lie unreceived: arithmetic that gives the communicator a number",
+    "orders": Room(
+        ("core/orders/",),
+        "orders of work: a plain run asks where stages are, and how many messages may lie unreceived",
     ),
 }
 

@@ -41,10 +41,10 @@ LAYERS = [
         "core.num_microbatches_calculator",
         "core.nvtx_ranges",
         "core.optimizer_param_scheduler",
+        "core.orders.placement",
+        "core.orders.work",
         "core.output",
-        "core.pipeline_parallel.placement",
         "core.pipeline_parallel.schedule_table",
-        "core.pipeline_parallel.work",
         "core.rank_generator",
         "core.straggler_words",
         "core.tracing",
@@ -54,13 +54,11 @@ LAYERS = [
     },
     {
         "core.model_parallel_config",
+        "core.orders.orders",
         "core.pipeline_parallel.loops",
-        "core.pipeline_parallel.orders",
         "core.recorded_graph",
     },
-    {"core.orders", "core.pipeline_parallel.order_check", "core.schedule_of_config"},
-    {"core.pipeline_parallel.lowering"},
-    {"core.pipeline_parallel.send_limits"},
+    {"core.orders", "core.schedule_of_config"},
     {"backend"},
     {"core.collectives"},
     {"core.rerun"},
@@ -79,6 +77,10 @@ LAYERS = [
     {"core.dist_checkpointing.mapping"},
     {"core.ssm.mamba_config"},
     {"core.pipeline_parallel", "core.transformer"},
+    {"core.orders.runnable"},
+    {"core.orders.shared_step"},
+    {"core.orders.planned_schedule"},
+    {"core.pipeline_parallel.schedules"},
     {"core.ssm"},
     {"core.datasets", "core.distributed", "core.models"},
     {"core.dist_checkpointing", "core.optimizer"},
@@ -104,8 +106,9 @@ LAYERS = [
 A module's name in a string is an import too. `may_offer` says which names a module may look up in
 rows below its own, for whoever imports them; if that is one of ours, it imports where they live.
 
-Where a stage of the model is must be known long before messages are sent, so some files of
-`core.pipeline_parallel` have rows of their own. "core" and "exercises" are those packages' own
+Where a stage of the model is must be known long before messages are sent, and the runner of orders
+needs what sends them: so some files of `core.orders` have rows of their own, and `schedules`, which
+chooses a runner. "core" and "exercises" are those packages' own
 `__init__`, which is loaded before everything in them.
 """
 
@@ -125,11 +128,11 @@ TORCH_FREE = [
     "minimegatron.core.optimizer_param_scheduler",
     "minimegatron.core.output",
     "minimegatron.core.parameter",
-    "minimegatron.core.orders",
+    "minimegatron.core.orders.loop_recorder",
+    "minimegatron.core.orders.orders",
     "minimegatron.core.pipeline_parallel.loops",
-    "minimegatron.core.pipeline_parallel.orders",
     "minimegatron.core.pipeline_parallel.schedule_table",
-    "minimegatron.core.pipeline_parallel.send_limits",
+    "minimegatron.core.orders.send_limits",
     "minimegatron.core.rank_generator",
     "minimegatron.core.scheduler_state",
     "minimegatron.core.ssm.mamba_config",
@@ -430,7 +433,7 @@ def test_one_name_has_one_meaning():
 def test_schedules_know_no_layer():
     """They reach models, optimizers and losses through hooks and methods only."""
     for name in modules():
-        if name.startswith("minimegatron.core.pipeline_parallel."):
+        if name.startswith(("minimegatron.core.pipeline_parallel.", "minimegatron.core.orders.")):
             reached = {component(other) for other in imports(name)}
             assert not reached & {"core.transformer", "core.models", "core.distributed"}, name
             assert "minimegatron.core.tensor_parallel.layers" not in imports(name), name

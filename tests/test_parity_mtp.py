@@ -7,8 +7,8 @@ ranks that share sequences is also in `test_parity_context.py`.
 import pytest
 import torch
 
-from minimegatron.core.pipeline_parallel.orders import register_order
-from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.orders.orders import register_order
+from minimegatron.core.orders.placement import V
 from minimegatron.training.tiny_gpt import TinyGPT
 from tests.parity import Case
 from tests.ranks import run_ranks

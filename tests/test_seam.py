@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 import minimegatron
-from minimegatron.core.pipeline_parallel.orders import register_order, unregister
-from minimegatron.core.pipeline_parallel.placement import BOTH, LOOP, Placement, V
+from minimegatron.core.orders.orders import register_order, unregister
+from minimegatron.core.orders.placement import BOTH, LOOP, Placement, V
+from minimegatron.core.orders.work import BACKWARD, FORWARD, Work
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from minimegatron.core.pipeline_parallel.work import BACKWARD, FORWARD, Work
 from minimegatron.planner.plan import plan
 from minimegatron.planner.plan_check import check
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
@@ -200,8 +200,8 @@ def test_the_loss_of_a_v_is_on_the_rank_that_has_the_data():
 # -- A user's schedule of twelve lines, from the command line --
 
 TWELVE_LINES = """\
-from minimegatron.core.pipeline_parallel.orders import register_order, unregister
-from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.orders.orders import register_order, unregister
+from minimegatron.core.orders.placement import V
 
 
 @register_order("down-and-up", placement=V)

@@ -5,8 +5,8 @@ import torch
 
 from minimegatron.core import parallel_state
 from minimegatron.core.distributed import finalize_model_grads
-from minimegatron.core.pipeline_parallel.orders import register_order, unregister
-from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.orders.orders import register_order, unregister
+from minimegatron.core.orders.placement import V
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.utils import unwrap_model
 from minimegatron.planner.plan import plan

@@ -6,18 +6,11 @@ Called by: `site_pages`. Calls: `package`, `pictures`.
 import pictures
 from package import Package
 
-ORDERS = "core.pipeline_parallel.orders"
-OF_ORDERS = (
-    "placement",
-    "work",
-    "schedule_table",
-    "orders",
-    "order_check",
-    "lowering",
-    "send_limits",
-    "loops",
-)
-"""Schedules as data, without torch: models and groups ask them, as the planner does."""
+ORDERS = "core.orders"
+OF_ORDERS = ("loops", "schedule_table")
+"""Of core.pipeline_parallel, what plans need too: without torch, as schedules are data there."""
+RUNNER = ("planned_schedule", "runnable", "shared_step")
+"""Of core.orders, what trains: `schedules` chooses it, as one of its own."""
 OF_CONFIG = "core.ssm.mamba_config"
 """A part of `TransformerConfig`; what else is in its package imports layers."""
 
@@ -30,8 +23,9 @@ def component(module: str) -> str:
     parts = module.split(".")[1:]
     if not parts:
         return ""
-    is_order = parts[:2] == ["core", "pipeline_parallel"] and parts[-1] in OF_ORDERS
-    if is_order or parts[:2] == ["core", "orders"]:
+    if parts[:2] == ["core", "orders"] and parts[-1] in RUNNER:
+        return "core.pipeline_parallel"
+    if parts[:2] == ["core", "pipeline_parallel"] and parts[-1] in OF_ORDERS:
         return ORDERS
     if ".".join(parts) == OF_CONFIG:
         return "core.transformer"

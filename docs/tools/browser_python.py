@@ -37,7 +37,7 @@ BESIDE = Path(__file__).with_name("plan_words.py")
 EXAMPLES = Path(__file__).with_name("example_orders.py")
 LOOPS = "minimegatron.core.pipeline_parallel.loops"
 WRITTEN = "minimegatron.planner.written_loops"
-ORDERS = "minimegatron.core.pipeline_parallel.orders"
+ORDERS = "minimegatron.core.orders.orders"
 SCHEDULES = {
     "gpipe": (WRITTEN, ["gpipe"]),
     "1f1b": (LOOPS, ["one_f_one_b"]),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import memory_cases
 
-from minimegatron.core.pipeline_parallel import orders
+from minimegatron.core.orders import orders
 from minimegatron.planner import formulas, memory
 
 CONSTANTS = {

@@ -54,13 +54,13 @@ from short_warmup import both_warmups, makespan
 from spine import spine_files, spine_hours, spine_lines
 
 from minimegatron.core.optimizer import OptimizerConfig, _get_grad_scaler
+from minimegatron.core.orders.send_limits import get_interleaved_send_limits
 from minimegatron.core.pipeline_parallel.schedule_table import (
     convert_schedule_table_to_order,
     count_rank_microbatches,
     get_num_warmup_microbatches,
     get_schedule_table,
 )
-from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_limits
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
 from minimegatron.exercises.exercise import exercises

@@ -15,8 +15,8 @@ from typing import Any
 from case_words import table
 from pictures import without_style
 
+from minimegatron.core.orders.work import parts_of
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
-from minimegatron.core.pipeline_parallel.work import parts_of
 from minimegatron.planner.actions import BACKWARD, FORWARD
 from minimegatron.planner.layer_costs import LayeredCosts, lanes_of, ways_of
 from minimegatron.planner.layer_plan import (

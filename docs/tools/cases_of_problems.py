@@ -29,13 +29,13 @@ from cases_of_code import *  # noqa: F403  for pages
 from short_warmup import both_warmups
 
 from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
-from minimegatron.core.pipeline_parallel.placement import LOOP, V
+from minimegatron.core.orders.placement import LOOP, V
+from minimegatron.core.orders.send_limits import FORWARD_ONLY_SEND_LIMIT
 from minimegatron.core.pipeline_parallel.schedule_table import (
     check_interleaving,
     get_schedule_table,
 )
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from minimegatron.core.pipeline_parallel.send_limits import FORWARD_ONLY_SEND_LIMIT
 from minimegatron.core.rank_generator import DEFAULT_ORDER, all_groups, make_grids
 from minimegatron.core.transformer.layer_placement import (
     num_layers_before_chunk,

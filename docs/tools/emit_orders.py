@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 from plan_words import CALLS, LETTERS, kinds_data, placement_data, row
 
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     COMBINED,
     INTERLEAVED,
     NO_PIPELINING,
@@ -44,7 +44,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     schedule_names,
 )
-from minimegatron.core.pipeline_parallel.placement import LINE, LOOP
+from minimegatron.core.orders.placement import LINE, LOOP
 from minimegatron.planner import formulas
 from minimegatron.planner.actions import KINDS
 from minimegatron.planner.plan import Plan, plan

@@ -166,7 +166,7 @@ def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[
     """
     planned = ("minimegatron.planner.written_loops", schedule)
     runner = (
-        "minimegatron.core.pipeline_parallel.planned_schedule",
+        "minimegatron.core.orders.planned_schedule",
         "planned_forward_backward_func",
     )
     chains = {}

@@ -6,9 +6,9 @@ makes. Nothing imports this one: that would register its names.
 
 from collections.abc import Iterator
 
-from minimegatron.core.pipeline_parallel.orders import Rank, register_order
-from minimegatron.core.pipeline_parallel.placement import V
-from minimegatron.core.pipeline_parallel.work import Work, pair
+from minimegatron.core.orders.orders import Rank, register_order
+from minimegatron.core.orders.placement import V
+from minimegatron.core.orders.work import Work, pair
 
 
 @register_order("zb-h1")

@@ -24,8 +24,8 @@ from typing import Any
 from plan_words import placement_data, row
 
 from minimegatron.core.orders.loop_recorder import is_loop
-from minimegatron.core.pipeline_parallel.order_check import Problem, ScheduleError
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.order_check import Problem, ScheduleError
+from minimegatron.core.orders.orders import (
     COMBINED,
     INTERLEAVED,
     TAGGED,
@@ -34,8 +34,8 @@ from minimegatron.core.pipeline_parallel.orders import (
     schedule_names,
     unregister,
 )
-from minimegatron.core.pipeline_parallel.placement import LOOP, Rule
-from minimegatron.core.pipeline_parallel.work import COMMUNICATE, KINDS, Action, Work, parts_of
+from minimegatron.core.orders.placement import LOOP, Rule
+from minimegatron.core.orders.work import COMMUNICATE, KINDS, Action, Work, parts_of
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import check
 

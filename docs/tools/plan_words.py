@@ -29,7 +29,7 @@ Each entry of "needs" is work of the same microbatch: one of the letters, at tha
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.placement import Place, Placement
+from minimegatron.core.orders.placement import Place, Placement
 from minimegatron.planner.actions import (
     ACTIVATION,
     COMMUNICATE,

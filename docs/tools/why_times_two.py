@@ -16,7 +16,7 @@ import pictures
 from case_words import table
 from short_warmup import both_warmups
 
-from minimegatron.core.pipeline_parallel.placement import usual_placement
+from minimegatron.core.orders.placement import usual_placement
 from minimegatron.planner.actions import ACTIVATION, BACKWARD, COMMUNICATE, FORWARD, SEND, Message
 from minimegatron.planner.imagined_transport import Execution, execute, match_messages
 from minimegatron.planner.plan import Plan

@@ -13,8 +13,8 @@ from typing import Any
 
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.models.T5.stack_split import StackSplit
-from minimegatron.core.pipeline_parallel.order_check import ScheduleError
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.order_check import ScheduleError
+from minimegatron.core.orders.orders import (
     COMBINED,
     TAGGED,
     UNTAGGED,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from minimegatron import backend
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
+from minimegatron.core.orders.placement import Placement, usual_placement
 from minimegatron.core.rank_generator import (
     DEFAULT_ORDER,
     GROUP_KINDS,

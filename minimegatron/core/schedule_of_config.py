@@ -8,7 +8,7 @@ checked by the pipeline's communicator.
 from typing import Any
 
 from minimegatron.core.model_parallel_config import schedule_checks
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     INTERLEAVED,
     NO_PIPELINING,
     get_schedule,

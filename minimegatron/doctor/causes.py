@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.placement import LOOP
+from minimegatron.core.orders.placement import LOOP
 from minimegatron.doctor.findings import (
     CYCLE,
     LEFT,

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minimegatron.core.pipeline_parallel import orders
-from minimegatron.core.pipeline_parallel.lowering import lowered_step
-from minimegatron.core.pipeline_parallel.orders import TAGGED
-from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.orders import orders
+from minimegatron.core.orders.lowering import lowered_step
+from minimegatron.core.orders.orders import TAGGED
+from minimegatron.core.orders.placement import Placement
 from minimegatron.doctor.records import RECEIVING, SENDING, OpenCall, RankRecord, Unit
 from minimegatron.planner.actions import COMMUNICATE, RECEIVE, SEND, Action, parts_of
 from minimegatron.planner.links import KIND_OF_LINK, placement_of_run

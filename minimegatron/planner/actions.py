@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.work import (
     ACTIVATION,
     BACKWARD,
     BACKWARD_INPUT,

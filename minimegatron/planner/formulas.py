@@ -12,7 +12,7 @@ all-to-alls leave them.
 from fractions import Fraction
 from typing import NamedTuple
 
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     BREADTH_FIRST,
     COMBINED,
     GPIPE,

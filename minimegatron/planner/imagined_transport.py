@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minimegatron.core.pipeline_parallel.orders import TAGGED
+from minimegatron.core.orders.orders import TAGGED
 from minimegatron.planner.actions import (
     ACTIVATION,
     COMMUNICATE,

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.orders import COMBINED, INTERLEAVED, NO_PIPELINING
-from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.orders.orders import COMBINED, INTERLEAVED, NO_PIPELINING
+from minimegatron.core.orders.placement import Placement
 from minimegatron.planner.actions import (
     BACKWARD,
     CALL,

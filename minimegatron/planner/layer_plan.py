@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, COMPUTE, HIDDEN, RING_HOP
+from minimegatron.core.orders.work import ALL_TO_ALL, COMPUTE, HIDDEN, RING_HOP
 from minimegatron.planner.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Time
 from minimegatron.planner.ring_costs import HOME, HOPS, RingCosts, ring_parts
 from minimegatron.planner.simulator import divided

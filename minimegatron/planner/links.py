@@ -5,7 +5,7 @@ Torch-free. Megatron has no counterpart.
 
 from collections.abc import Mapping
 
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     COMBINED,
     INTERLEAVED,
     NO_PIPELINING,
@@ -14,7 +14,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     PlanConfig,
     get_schedule,
 )
-from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.orders.placement import Placement
 from minimegatron.planner.actions import KINDS
 
 KIND_OF_LINK = {f"{kind.name}-compute": kind.name for kind in KINDS.values() if kind.computes}

@@ -22,8 +22,8 @@ from typing import Any
 
 from minimegatron.core.json_text import check_depth
 from minimegatron.core.orders.loop_recorder import is_loop, record_loop
-from minimegatron.core.pipeline_parallel.lowering import lower
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.lowering import lower
+from minimegatron.core.orders.orders import (
     COMBINED,
     INTERLEAVED,
     NO_PIPELINING,
@@ -37,7 +37,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     order_of_ranks,
     schedule_of,
 )
-from minimegatron.core.pipeline_parallel.placement import LINE, Placement, usual_placement
+from minimegatron.core.orders.placement import LINE, Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
 from minimegatron.planner import written_loops as _with_messages  # noqa: F401 (registers them)
 from minimegatron.planner.actions import (

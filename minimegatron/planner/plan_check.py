@@ -26,10 +26,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from minimegatron.core.pipeline_parallel.order_check import Problem, ScheduleError
-from minimegatron.core.pipeline_parallel.orders import TAGGED
-from minimegatron.core.pipeline_parallel.placement import Place
-from minimegatron.core.pipeline_parallel.work import INPUT_GRADIENT, WEIGHT_GRADIENT
+from minimegatron.core.orders.order_check import Problem, ScheduleError
+from minimegatron.core.orders.orders import TAGGED
+from minimegatron.core.orders.placement import Place
+from minimegatron.core.orders.work import INPUT_GRADIENT, WEIGHT_GRADIENT
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     BREADTH_FIRST,
     COMBINED,
     GPIPE,
@@ -17,7 +17,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     ONE_F_ONE_B,
     PlanConfig,
 )
-from minimegatron.core.pipeline_parallel.placement import usual_placement
+from minimegatron.core.orders.placement import usual_placement
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,

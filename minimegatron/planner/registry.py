@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from minimegatron.core.orders import orders
 from minimegatron.core.orders.loop_recorder import is_loop, record_loop
-from minimegatron.core.pipeline_parallel import orders
-from minimegatron.core.pipeline_parallel.orders import Schedule, schedule_names
+from minimegatron.core.orders.orders import Schedule, schedule_names
 from minimegatron.planner.actions import Action
 from minimegatron.planner.stage import Stage
 from minimegatron.planner.unreceived import make_step
@@ -32,7 +32,7 @@ def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunctio
     A function that says what is sent and received, and when: a generator of a stage's actions, or a
     loop over a chunk and a communicator as those of training (`core.pipeline_parallel.loops`). If the
     messages can be left to `lowering`, the order alone is enough:
-    `core.pipeline_parallel.orders.register_order`.
+    `core.orders.orders.register_order`.
 
     >>> @register_schedule("one-at-a-time")
     ... def one_at_a_time(stage):

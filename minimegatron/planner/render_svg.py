@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from xml.sax.saxutils import escape
 
-from minimegatron.core.pipeline_parallel.work import COMPUTE
+from minimegatron.core.orders.work import COMPUTE
 from minimegatron.planner.actions import (
     COMMUNICATE,
     COOLDOWN,

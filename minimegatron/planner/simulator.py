@@ -21,7 +21,7 @@ from math import lcm
 from operator import attrgetter
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
+from minimegatron.core.orders.placement import Placement, usual_placement
 from minimegatron.planner.actions import (
     BACKWARD,
     COMMUNICATE,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimegatron.core.orders.loop_recorder import messages_of_calls, order_of_messages
+from minimegatron.core.orders.orders import PlanConfig, PlannedRank
 from minimegatron.core.orders.p2p_methods import METHODS, OVERLAP
-from minimegatron.core.pipeline_parallel.orders import PlanConfig, PlannedRank
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,

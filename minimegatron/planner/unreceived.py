@@ -6,8 +6,8 @@ Megatron has no counterpart.
 from collections import defaultdict
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.lowering import LoweredStep
-from minimegatron.core.pipeline_parallel.orders import Schedule
+from minimegatron.core.orders.lowering import LoweredStep
+from minimegatron.core.orders.orders import Schedule
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Time, parts_of
 from minimegatron.planner.imagined_transport import BUFFERED, execute, match_messages
 from minimegatron.planner.plan import Plan, plan

@@ -1,7 +1,7 @@
 """The schedules that are planned with their messages: the loops that training runs, and GPipe's.
 
 Megatron has no counterpart. A plan of one of these is what its loop does with actors that record. What
-each computes, without the messages, is in `core.pipeline_parallel.orders`.
+each computes, without the messages, is in `core.orders.orders`.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,14 @@ from minimegatron.core.orders.loop_recorder import (
     RecordingChunk,
     RecordingCommunicator,
 )
+from minimegatron.core.orders.orders import (
+    COMBINED,
+    GPIPE,
+    INTERLEAVED,
+    NO_PIPELINING,
+    ONE_F_ONE_B,
+    written_as,
+)
 from minimegatron.core.pipeline_parallel.loops import (
     Chunk,
     Communicator,
@@ -21,14 +29,6 @@ from minimegatron.core.pipeline_parallel.loops import (
     no_pipelining,
     one_f_one_b,
     one_stage_in_pairs,
-)
-from minimegatron.core.pipeline_parallel.orders import (
-    COMBINED,
-    GPIPE,
-    INTERLEAVED,
-    NO_PIPELINING,
-    ONE_F_ONE_B,
-    written_as,
 )
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from minimegatron.core.datasets.atomic_file import write_atomically
-from minimegatron.core.pipeline_parallel.work import HIDDEN
+from minimegatron.core.orders.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event
 from minimegatron.tracing.lanes import COLLECTIVE, communications, exposed_of, in_flight
 from minimegatron.tracing.rank_trace import RankTrace

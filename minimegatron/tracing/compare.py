@@ -11,7 +11,7 @@ used for the chunk, that the placement says, and for the microbatch that made it
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.orders.placement import Placement
 from minimegatron.planner.actions import ACTIVATION, Action, parts_of
 from minimegatron.tracing.step import Step, Transfer, plan_of
 

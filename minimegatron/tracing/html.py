@@ -23,7 +23,7 @@ from typing import Any
 
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.json_text import json_for_html
-from minimegatron.core.pipeline_parallel.work import HIDDEN
+from minimegatron.core.orders.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event, parts_of
 from minimegatron.planner.svg_shapes import shade, text_colour
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages

@@ -9,7 +9,7 @@ mean). Any other has one lane instead, of the calls in which the program, or the
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, HIDDEN, RING_HOP
+from minimegatron.core.orders.work import ALL_TO_ALL, HIDDEN, RING_HOP
 from minimegatron.planner.actions import KINDS, Event, parts_of
 from minimegatron.tracing.step import Step
 

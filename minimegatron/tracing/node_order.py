@@ -7,7 +7,7 @@ expert group must start these in one order, or they wait for ever. How the two o
 program's own affair: on a CPU it starts an all-to-all before the computation that is to hide it.
 """
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, COMPUTE
+from minimegatron.core.orders.work import ALL_TO_ALL, COMPUTE
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event
 from minimegatron.planner.layer_plan import ATTENTION, COMBINE, DISPATCH, MLP
 from minimegatron.planner.links import LAYER_NODE

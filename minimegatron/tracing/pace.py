@@ -23,7 +23,7 @@ import torch
 
 from minimegatron.core import tracing
 from minimegatron.core.collectives import Pending
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, BACKWARD, COMPUTE, RING_HOP
+from minimegatron.core.orders.work import ALL_TO_ALL, BACKWARD, COMPUTE, RING_HOP
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_device
 from minimegatron.planner.links import ATTENTION_BLOCK, KIND_OF_LINK, LAYER_NODE

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.core.datasets.atomic_file import write_atomically
-from minimegatron.core.pipeline_parallel.work import HIDDEN
+from minimegatron.core.orders.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, parts_of
 from minimegatron.planner.svg_shapes import shade, text_colour
 from minimegatron.tracing.lanes import exposed_of, in_flight

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Union
 
-from minimegatron.core.pipeline_parallel.work import RING_HOP
+from minimegatron.core.orders.work import RING_HOP
 from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, PAIR
 from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.plan import plan_config_from_json

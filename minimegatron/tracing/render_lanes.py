@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil
 from textwrap import wrap
 
-from minimegatron.core.pipeline_parallel.work import HIDDEN
+from minimegatron.core.orders.work import HIDDEN
 from minimegatron.planner.actions import FORWARD, KINDS
 from minimegatron.planner.plan_report import number_words, tick_step
 from minimegatron.tracing.lanes import (

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, RING_HOP
+from minimegatron.core.orders.work import ALL_TO_ALL, RING_HOP
 from minimegatron.planner.actions import BACKWARD_WEIGHT, KINDS, Event, parts_of
 from minimegatron.planner.imagined_transport import cost_key
 from minimegatron.planner.layer_costs import LayeredCosts, lanes_of

@@ -5,7 +5,7 @@ Torch-free. Megatron has no counterpart.
 
 from collections.abc import Iterator
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, HIDDEN, RING_HOP
+from minimegatron.core.orders.work import ALL_TO_ALL, HIDDEN, RING_HOP
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.lanes import exposure
 from minimegatron.tracing.node_order import wrong_nodes

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     COMBINED,
     INTERLEAVED,
     NO_PIPELINING,

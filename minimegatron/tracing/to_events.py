@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from minimegatron.core.orders.orders import COMBINED, GPIPE, INTERLEAVED
 from minimegatron.core.orders.phases import phase_counts
 from minimegatron.core.orders.phases import phases_of as phases_of_actions
-from minimegatron.core.pipeline_parallel.orders import COMBINED, GPIPE, INTERLEAVED
 from minimegatron.planner.actions import (
     CALL,
     COMMUNICATE,

@@ -3,7 +3,7 @@
 Torch-free. Megatron has no counterpart.
 """
 
-from minimegatron.core.pipeline_parallel.work import RING_HOP
+from minimegatron.core.orders.work import RING_HOP
 from minimegatron.planner.actions import (
     COMMUNICATE,
     KINDS,

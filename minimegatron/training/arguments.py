@@ -25,7 +25,7 @@ from minimegatron.core.knobs import Knob
 from minimegatron.core.left_out import accepts_left_out, known_fields
 from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.optimizer import OptimizerConfig
-from minimegatron.core.pipeline_parallel.orders import get_schedule
+from minimegatron.core.orders.orders import get_schedule
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )

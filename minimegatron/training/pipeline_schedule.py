@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.lowering import common_order
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.lowering import common_order
+from minimegatron.core.orders.orders import (
     INTERLEAVED,
     NO_PIPELINING,
     ONE_F_ONE_B,
@@ -20,12 +20,12 @@ from minimegatron.core.pipeline_parallel.orders import (
     placement_of,
     schedule_of,
 )
-from minimegatron.core.pipeline_parallel.placement import Placement
-from minimegatron.core.pipeline_parallel.planned_schedule import (
+from minimegatron.core.orders.placement import Placement
+from minimegatron.core.orders.planned_schedule import (
     get_messages_forward_backward_func,
     get_named_forward_backward_func,
 )
-from minimegatron.core.pipeline_parallel.runnable import require_runnable
+from minimegatron.core.orders.runnable import require_runnable
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.launching.user_file import load_user_function, place_in
 from minimegatron.planner.registry import ScheduleFunction

@@ -33,7 +33,7 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
 )
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from minimegatron.core.pipeline_parallel.orders import get_schedule
+from minimegatron.core.orders.orders import get_schedule
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.core.pipeline_parallel.orders import get_schedule, schedule_names, unregister
+from minimegatron.core.orders.orders import get_schedule, schedule_names, unregister
 
 
 def run(line: str) -> int:
@@ -334,7 +334,7 @@ def test_a_broken_user_file_is_refused_with_its_line(capsys, user_file, text, wo
 # -- Orders --
 
 ORDER = """
-from minimegatron.core.pipeline_parallel.orders import register_order
+from minimegatron.core.orders.orders import register_order
 
 
 @register_order("of-a-test")
@@ -427,7 +427,7 @@ def test_with_two_copies_a_chunk_is_a_whole_stage(capsys, user_file, forgotten):
     assert lengths == {1}
 
 
-BOTH_IMPORT = """from minimegatron.core.pipeline_parallel.placement import BOTH
+BOTH_IMPORT = """from minimegatron.core.orders.placement import BOTH
 
 
 def both(rank, i, make):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state as mpu
 from minimegatron.core import rank_generator
-from minimegatron.core.pipeline_parallel.placement import Placement, V, usual_placement
+from minimegatron.core.orders.placement import Placement, V, usual_placement
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups, make_grids
 from tests.groups import PretendGroup

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.orders.work import SEND_LIMIT
 from minimegatron.core.pipeline_parallel.p2p_communication import (
     ACTIVATION,
     P2PCommunicator,
     Shape,
     TensorMessage,
 )
-from minimegatron.core.pipeline_parallel.work import SEND_LIMIT
 from tests.backend.shm_groups import LONG, needs_shared_memory
 from tests.ranks import run_ranks
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from minimegatron.core.pipeline_parallel.orders import WRITTEN_HERE
-from minimegatron.core.pipeline_parallel.placement import BOTH, LINE, V
+from minimegatron.core.orders.orders import WRITTEN_HERE
+from minimegatron.core.orders.placement import BOTH, LINE, V
 from minimegatron.planner.actions import ACTIVATION, COMMUNICATE, KINDS, SEND, Action, parts_of
 from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS, match_messages
 from minimegatron.planner.plan import Plan, plan

@@ -9,8 +9,8 @@ import zipfile
 import pytest
 from playwright.sync_api import expect
 
-from minimegatron.core.pipeline_parallel.orders import WRITTEN_HERE, schedule_names
-from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.orders.orders import WRITTEN_HERE, schedule_names
+from minimegatron.core.orders.placement import V
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.simulator import Costs, simulate
 from tests.docs.conftest import Watched
@@ -43,9 +43,9 @@ def mine(stage):
 
 
 ALL_KINDS = f"""
-from minimegatron.core.pipeline_parallel.orders import register_order
-from minimegatron.core.pipeline_parallel.placement import V
-from minimegatron.core.pipeline_parallel.work import pair
+from minimegatron.core.orders.orders import register_order
+from minimegatron.core.orders.placement import V
+from minimegatron.core.orders.work import pair
 
 WORDS = {[dualpipe_v_words(4, 8, r) for r in range(4)]}
 
@@ -62,7 +62,7 @@ def dualpipe_v(rank):
 """
 """DualPipeV: a V, a split backward, and pairs."""
 
-REGISTER = "from minimegatron.core.pipeline_parallel.orders import register_order\n"
+REGISTER = "from minimegatron.core.orders.orders import register_order\n"
 BACKWARD_FIRST = """
 def mine(rank):
     for i in range(rank.num_microbatches):

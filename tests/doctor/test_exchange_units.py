@@ -5,7 +5,7 @@ import json
 import pytest
 
 from minimegatron.core import tracing
-from minimegatron.core.pipeline_parallel.orders import PlanConfig
+from minimegatron.core.orders.orders import PlanConfig
 from minimegatron.core.tracing import Call
 from minimegatron.doctor import findings
 from minimegatron.doctor.diagnosis import diagnose

@@ -8,9 +8,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minimegatron.core.pipeline_parallel.orders import OrderFunction, register_order, unregister
-from minimegatron.core.pipeline_parallel.placement import BOTH, LINE, Placement, PlacementRule, V
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.orders import OrderFunction, register_order, unregister
+from minimegatron.core.orders.placement import BOTH, LINE, Placement, PlacementRule, V
+from minimegatron.core.orders.work import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

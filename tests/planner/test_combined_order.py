@@ -5,16 +5,16 @@ from itertools import product
 import pytest
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     COMBINED,
     PlanConfig,
     get_schedule,
     order_of_ranks,
 )
-from minimegatron.core.pipeline_parallel.placement import LOOP
-from minimegatron.core.pipeline_parallel.planned_schedule import get_named_forward_backward_func
+from minimegatron.core.orders.placement import LOOP
+from minimegatron.core.orders.planned_schedule import get_named_forward_backward_func
+from minimegatron.core.orders.work import COMMUNICATE, PAIR, Work, parts_of
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
-from minimegatron.core.pipeline_parallel.work import COMMUNICATE, PAIR, Work, parts_of
 from minimegatron.planner.formulas import peak_in_flight_formula
 from minimegatron.planner.memory import activation_timeline, peak_activation_bytes
 from minimegatron.planner.plan import Plan, plan

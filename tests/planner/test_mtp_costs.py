@@ -10,7 +10,7 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from minimegatron.core.models.gpt.gpt_model import GPTModel
-from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.orders.placement import V
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minimegatron.core.pipeline_parallel.lowering import lowered_step
-from minimegatron.core.pipeline_parallel.placement import BOTH, LINE, LOOP, V
+from minimegatron.core.orders.lowering import lowered_step
+from minimegatron.core.orders.placement import BOTH, LINE, LOOP, V
 from minimegatron.planner.actions import KINDS
 from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
 from minimegatron.planner.memory import activation_timeline, peak_activation_bytes

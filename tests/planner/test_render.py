@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.core.pipeline_parallel.work import pair
+from minimegatron.core.orders.work import pair
 from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, KINDS
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.render import FORMATS, render

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minimegatron.core.pipeline_parallel.work import COMPUTE, RING_HOP
+from minimegatron.core.orders.work import COMPUTE, RING_HOP
 from minimegatron.planner.actions import BACKWARD, FORWARD
 from minimegatron.planner.context_costs import pairs_of_tokens
 from minimegatron.planner.layer_costs import LayeredCosts, lanes_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minimegatron.__main__ import main
-from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.orders.placement import V
 from minimegatron.core.ssm.mamba_config import sizes_of_mamba
 from minimegatron.core.ssm.ops.ssd_combined import mamba_chunk_scan_combined, mamba_recurrence
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import torch
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.lowering import lower, simulate_orders
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.lowering import lower, simulate_orders
+from minimegatron.core.orders.orders import (
     PlanConfig,
     get_schedule,
     order_of_ranks,
     register_order,
     unregister,
 )
+from minimegatron.core.orders.placement import V
+from minimegatron.core.orders.work import pair
 from minimegatron.core.pipeline_parallel.p2p_communication import TensorMessage
-from minimegatron.core.pipeline_parallel.placement import V
-from minimegatron.core.pipeline_parallel.work import pair
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.planner.actions import COMMUNICATE, FORWARD, KINDS, SEND, parts_of
 from minimegatron.tracing.clock import Alignment

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.orders.work import ACTIVATION
 from minimegatron.core.pipeline_parallel import p2p_communication
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
-from minimegatron.core.pipeline_parallel.work import ACTIVATION
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.tracing import recorder
 from minimegatron.tracing.clock import Alignment

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import minimegatron
 from minimegatron.core import parallel_state
-from minimegatron.core.pipeline_parallel.work import GRADIENT, RING_HOP
+from minimegatron.core.orders.work import GRADIENT, RING_HOP
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.planner.actions import BACKWARD, FORWARD

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import minimegatron
 from minimegatron.core import parallel_state
+from minimegatron.core.orders.work import ACTIVATION, GRADIENT
 from minimegatron.core.pipeline_parallel import p2p_communication
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
-from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.planner.actions import RECEIVE
 from minimegatron.planner.links import LAYER_NODE

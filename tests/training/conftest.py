@@ -2,7 +2,7 @@
 
 import pytest
 
-from minimegatron.core.pipeline_parallel import orders
+from minimegatron.core.orders import orders
 
 
 @pytest.fixture(autouse=True)

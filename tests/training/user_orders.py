@@ -4,8 +4,8 @@ Used by: `test_arguments`, `test_bad_configs`, `test_checkpointing`, each throug
 a user names it.
 """
 
-from minimegatron.core.pipeline_parallel.orders import register_order
-from minimegatron.core.pipeline_parallel.placement import BOTH, Placement, V
+from minimegatron.core.orders.orders import register_order
+from minimegatron.core.orders.placement import BOTH, Placement, V
 
 
 def one_at_a_time(rank):

@@ -15,9 +15,9 @@ from minimegatron.core.distributed.data_parallel_surface import (  # noqa: F401 
     DataParallelSurface,
     refuse_unsummed_grads,
 )
+from minimegatron.core.orders.orders import get_schedule
+from minimegatron.core.orders.placement import Placement, usual_placement
 from minimegatron.core.parameter_marks import restore_marks
-from minimegatron.core.pipeline_parallel.orders import get_schedule
-from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.utils import get_model_config
 
 

@@ -19,12 +19,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from minimegatron.core.orders.orders import COMBINED, PlanConfig
 from minimegatron.core.orders.p2p_methods import ASKED_BY, METHODS, OVERLAP, CommunicatorCall
 from minimegatron.core.orders.phases import phases_of_loop
-from minimegatron.core.pipeline_parallel.loops import InterleavedRun
-from minimegatron.core.pipeline_parallel.orders import COMBINED, PlanConfig
-from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.work import (
     ACTIVATION,
     BACKWARD,
     COMMUNICATE,
@@ -36,6 +34,8 @@ from minimegatron.core.pipeline_parallel.work import (
     Action,
     Message,
 )
+from minimegatron.core.pipeline_parallel.loops import InterleavedRun
+from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 
 Unit = tuple[int, int]
 """(microbatch, chunk)"""

@@ -7,7 +7,7 @@ the methods by name reads this table.
 
 from typing import NamedTuple
 
-from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
+from minimegatron.core.orders.work import ACTIVATION, GRADIENT
 
 
 class CommunicatorCall(NamedTuple):

@@ -8,12 +8,8 @@ follows.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minimegatron.core.pipeline_parallel.orders import COMBINED, GPIPE, PlanConfig
-from minimegatron.core.pipeline_parallel.schedule_table import (
-    count_rank_microbatches,
-    get_num_warmup_microbatches,
-)
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.orders import COMBINED, GPIPE, PlanConfig
+from minimegatron.core.orders.work import (
     BACKWARD,
     COOLDOWN,
     FORWARD,
@@ -24,6 +20,10 @@ from minimegatron.core.pipeline_parallel.work import (
     PAIR,
     STEADY,
     WARMUP,
+)
+from minimegatron.core.pipeline_parallel.schedule_table import (
+    count_rank_microbatches,
+    get_num_warmup_microbatches,
 )
 
 

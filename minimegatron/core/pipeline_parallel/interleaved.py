@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.orders.orders import require_usual_placement
+from minimegatron.core.orders.send_limits import get_interleaved_send_limit
 from minimegatron.core.pipeline_parallel.combined_1f1b import CombinedSteps
 from minimegatron.core.pipeline_parallel.loops import InterleavedRun
-from minimegatron.core.pipeline_parallel.orders import require_usual_placement
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, communicator_of
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
-from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_limit
 from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     framed_schedule,

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from minimegatron.backend import get_timeout
 from minimegatron.core.collectives import is_tagged, num_begun
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT, INTERLEAVED, SEND_LIMIT
+from minimegatron.core.orders.work import ACTIVATION, GRADIENT, INTERLEAVED, SEND_LIMIT
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.schedule_of_config import check_stages
 from minimegatron.core.tracing import traced

@@ -23,14 +23,15 @@ import torch
 from minimegatron.core import parallel_state
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.orders.orders import require_usual_placement
+from minimegatron.core.orders.planned_schedule import get_named_forward_backward_func
+from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.core.pipeline_parallel.combined_1f1b import run_on_one_stage
 from minimegatron.core.pipeline_parallel.interleaved import (
     forward_backward_pipelining_with_interleaving,
 )
 from minimegatron.core.pipeline_parallel.loops import no_pipelining, one_f_one_b
-from minimegatron.core.pipeline_parallel.orders import require_usual_placement
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, communicator_of
-from minimegatron.core.pipeline_parallel.planned_schedule import get_named_forward_backward_func
 from minimegatron.core.pipeline_parallel.schedule_table import (
     RankMicrobatches,
     convert_schedule_table_to_order,
@@ -55,7 +56,6 @@ from minimegatron.core.pipeline_parallel.steps import (
     set_current_microbatch,
     tell_whole_length,
 )
-from minimegatron.core.pipeline_parallel.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config, unwrap_model
 

@@ -41,9 +41,9 @@ import torch.distributed as dist
 from minimegatron.core import collectives
 from minimegatron.core.left_out_record import name_of, without_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.orders.work import FORWARD_ONLY_SEND_LIMIT, SEND_LIMIT
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, sends_shapes
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
-from minimegatron.core.pipeline_parallel.work import FORWARD_ONLY_SEND_LIMIT, SEND_LIMIT
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.weight_grad_store import (
     drain_embedding_wgrad_compute,

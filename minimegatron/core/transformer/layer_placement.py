@@ -10,7 +10,7 @@ that all earlier virtual stages build, so every layer is built once, whatever th
 
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.orders import placement_of
+from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,

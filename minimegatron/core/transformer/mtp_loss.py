@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from minimegatron.core.collectives import all_reduce
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import enter_hooks
-from minimegatron.core.pipeline_parallel.orders import placement_of
+from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,

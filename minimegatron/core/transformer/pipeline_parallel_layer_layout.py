@@ -16,7 +16,7 @@ come in model order, which is also virtual-stage order; a placement says which r
 from functools import lru_cache
 from itertools import groupby
 
-from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
+from minimegatron.core.orders.placement import Placement, usual_placement
 from minimegatron.core.transformer.enums import LayerType
 
 SYMBOLS = {

@@ -6,8 +6,8 @@ Arithmetic only, torch-free. `layer_placement` asks here. Megatron has this in
 
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.orders import placement_of
-from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.orders.orders import placement_of
+from minimegatron.core.orders.placement import Placement
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,

@@ -29,8 +29,8 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
 )
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.parameter import tensor_group
-from minimegatron.core.pipeline_parallel.orders import placement_of
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     get_forward_backward_func,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.pipeline_parallel.placement import usual_placement
+from minimegatron.core.orders.placement import usual_placement
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rank_generator import GROUP_KINDS, make_grids
 from minimegatron.exercises.bench.cases import Wrong

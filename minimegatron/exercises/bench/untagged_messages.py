@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import Done
+from minimegatron.core.orders.work import ACTIVATION, GRADIENT
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, TensorMessage
-from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 from minimegatron.exercises.bench.feedback import Wrong
 from minimegatron.exercises.bench.replacing import installed
 

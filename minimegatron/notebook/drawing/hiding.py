@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from minimegatron.core.pipeline_parallel.work import BACKWARD, FORWARD
+from minimegatron.core.orders.work import BACKWARD, FORWARD
 from minimegatron.notebook.drawing.palette import BLUE, GREY, LIGHT_GREY, ORANGE, RED
 from minimegatron.planner.layer_plan import ATTENTION, MLP
 from minimegatron.planner.links import LAYER_NODE

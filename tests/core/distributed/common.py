@@ -3,7 +3,7 @@
 import torch
 
 from minimegatron.core import parallel_state
-from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.orders.placement import Placement
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import Call
 from minimegatron.core.transformer.transformer_config import TransformerConfig

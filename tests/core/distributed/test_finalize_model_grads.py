@@ -20,8 +20,8 @@ from minimegatron.core.distributed.finalize_model_grads import (
     _divide_by_num_tokens,
     _is_partial_over_tp,
 )
-from minimegatron.core.pipeline_parallel.orders import register_order, unregister
-from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.orders.orders import register_order, unregister
+from minimegatron.core.orders.placement import V
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import observed_by
 from tests.core.distributed.common import Recorder, make_config, make_groups

@@ -13,8 +13,8 @@ import torch
 
 from minimegatron.core import utils
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.orders import get_schedule
-from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
+from minimegatron.core.orders.orders import get_schedule
+from minimegatron.core.orders.placement import Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedule_node import AbstractSchedulePlan, ScheduleNode
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel import lowering
-from minimegatron.core.pipeline_parallel.lowering import lowered_step
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders import lowering
+from minimegatron.core.orders.lowering import lowered_step
+from minimegatron.core.orders.orders import (
     BREADTH_FIRST,
     GPIPE,
     INTERLEAVED,
@@ -22,13 +22,13 @@ from minimegatron.core.pipeline_parallel.orders import (
     register_order,
     unregister,
 )
+from minimegatron.core.orders.placement import LINE, LOOP, Placement, V
+from minimegatron.core.orders.work import BACKWARD, COMMUNICATE, FORWARD, Work
 from minimegatron.core.pipeline_parallel.p2p_communication import (
     ACTIVATION,
     GRADIENT,
     TensorMessage,
 )
-from minimegatron.core.pipeline_parallel.placement import LINE, LOOP, Placement, V
-from minimegatron.core.pipeline_parallel.work import BACKWARD, COMMUNICATE, FORWARD, Work
 from minimegatron.planner.plan import plan
 from minimegatron.planner.plan_check import check
 from tests.core.pipeline_parallel.fake_step import (

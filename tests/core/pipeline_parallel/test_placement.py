@@ -5,13 +5,13 @@ import re
 import pytest
 
 from minimegatron.core import model_parallel_config
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     placement_of,
     register_order,
     schedule_names,
     unregister,
 )
-from minimegatron.core.pipeline_parallel.placement import (
+from minimegatron.core.orders.placement import (
     BOTH,
     LINE,
     LOOP,

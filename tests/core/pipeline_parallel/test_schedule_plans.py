@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from minimegatron.core.pipeline_parallel.placement import LINE
-from minimegatron.core.pipeline_parallel.work import BACKWARD, FORWARD, parts_of
+from minimegatron.core.orders.placement import LINE
+from minimegatron.core.orders.work import BACKWARD, FORWARD, parts_of
 from tests.core.pipeline_parallel.fake_step import Case, computations, run_case
 from tests.planner.known_orders import registered_lists, work_of
 

@@ -1,15 +1,15 @@
 """How many messages may lie unreceived: what the schedules allow is what their plans need."""
 
-from minimegatron.core.pipeline_parallel.lowering import lowered_step
-from minimegatron.core.pipeline_parallel.orders import PlanConfig
-from minimegatron.core.pipeline_parallel.placement import LOOP, V
-from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
-from minimegatron.core.pipeline_parallel.send_limits import (
+from minimegatron.core.orders.lowering import lowered_step
+from minimegatron.core.orders.orders import PlanConfig
+from minimegatron.core.orders.placement import LOOP, V
+from minimegatron.core.orders.send_limits import (
     get_interleaved_send_limit,
     get_interleaved_send_limits,
     least_send_limit,
 )
-from minimegatron.core.pipeline_parallel.work import FORWARD_ONLY_SEND_LIMIT, SEND_LIMIT
+from minimegatron.core.orders.work import FORWARD_ONLY_SEND_LIMIT, SEND_LIMIT
+from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 from minimegatron.planner.plan import plan
 from minimegatron.planner.unreceived import count_unreceived
 from tests.planner.known_orders import registered, work_of

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel import lowering, planned_schedule, shared_step
-from minimegatron.core.pipeline_parallel.lowering import common_order, lowered_step
-from minimegatron.core.pipeline_parallel.order_check import Problem, ScheduleError
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders import lowering, planned_schedule, shared_step
+from minimegatron.core.orders.lowering import common_order, lowered_step
+from minimegatron.core.orders.order_check import Problem, ScheduleError
+from minimegatron.core.orders.orders import (
     BREADTH_FIRST,
     COMBINED,
     GPIPE,
@@ -26,7 +26,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     register_order,
 )
-from minimegatron.core.pipeline_parallel.placement import LINE, V
+from minimegatron.core.orders.placement import LINE, V
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import observed_by

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minimegatron.core.pipeline_parallel.orders import register_order, unregister
-from minimegatron.core.pipeline_parallel.placement import BOTH, Placement, V
+from minimegatron.core.orders.orders import register_order, unregister
+from minimegatron.core.orders.placement import BOTH, Placement, V
 from minimegatron.core.transformer.layer_placement import (
     layers_of_virtual_stages,
     num_layers_before_chunk,

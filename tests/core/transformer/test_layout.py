@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minimegatron.core.pipeline_parallel.placement import LOOP, Placement, V
+from minimegatron.core.orders.placement import LOOP, Placement, V
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     SYMBOLS,

@@ -16,8 +16,8 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from minimegatron.core.models.gpt.gpt_model import GPTModel
-from minimegatron.core.pipeline_parallel.orders import register_order, unregister
-from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.orders.orders import register_order, unregister
+from minimegatron.core.orders.placement import V
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     get_tensor_shapes,

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.orders.work import BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
 from minimegatron.core.pipeline_parallel.schedule_node import (
     CommunicationNode,
     ScheduleNode,
     TensorsInFlight,
 )
-from minimegatron.core.pipeline_parallel.work import BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.module import float16_to_fp32
 from minimegatron.core.transformer.transformer_config import TransformerConfig

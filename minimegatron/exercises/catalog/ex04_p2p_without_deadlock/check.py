@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import Done
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.orders.work import ACTIVATION, GRADIENT
 from minimegatron.core.pipeline_parallel.p2p_communication import (
     Handle,
     P2PCommunicator,
     TensorMessage,
 )
-from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 from minimegatron.exercises.bench.gpt_step import Seat, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.bench.untagged_messages import transport_of, without_tags

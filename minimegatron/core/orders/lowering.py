@@ -17,7 +17,7 @@ it waits. What is left to decide is where that call stands:
   The message that comes first of those that are not through has nothing to wait for, so no rank waits
   for ever.
 
->>> from minimegatron.core.pipeline_parallel.orders import order_of_ranks
+>>> from minimegatron.core.orders.orders import order_of_ranks
 >>> config = PlanConfig("1f1b", pp_size=2, num_microbatches=2, wire=UNTAGGED)
 >>> for action in lower(order_of_ranks(config), config)[1][:3]:
 ...     print(action)
@@ -34,16 +34,16 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from minimegatron.core.pipeline_parallel.order_check import check_orders, stuck_order
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.order_check import check_orders, stuck_order
+from minimegatron.core.orders.orders import (
     UNTAGGED,
     PlanConfig,
     Schedule,
     get_schedule,
     order_of_ranks,
 )
-from minimegatron.core.pipeline_parallel.placement import Place, Placement
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.placement import Place, Placement
+from minimegatron.core.orders.work import (
     ACTIVATION,
     BACKWARD,
     BACKWARD_INPUT,

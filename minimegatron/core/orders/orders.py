@@ -23,19 +23,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.placement import (
+from minimegatron.core.orders.placement import (
     LINE,
     LOOP,
     Placement,
     PlacementRule,
     usual_placement,
 )
-from minimegatron.core.pipeline_parallel.schedule_table import (
-    InterleavedOrder,
-    check_interleaving,
-    get_num_warmup_microbatches,
-)
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.work import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -49,6 +44,11 @@ from minimegatron.core.pipeline_parallel.work import (
     WARMUP,
     Work,
     pair,
+)
+from minimegatron.core.pipeline_parallel.schedule_table import (
+    InterleavedOrder,
+    check_interleaving,
+    get_num_warmup_microbatches,
 )
 
 GPIPE = "gpipe"

@@ -15,8 +15,7 @@ import torch
 
 from minimegatron.core.collectives import is_tagged
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.orders.p2p_methods import ASKED_BY, METHODS, OVERLAP
-from minimegatron.core.pipeline_parallel.lowering import (
+from minimegatron.core.orders.lowering import (
     EXCHANGE,
     RankStep,
     common_order,
@@ -24,7 +23,7 @@ from minimegatron.core.pipeline_parallel.lowering import (
     target_of,
     work_of,
 )
-from minimegatron.core.pipeline_parallel.orders import (
+from minimegatron.core.orders.orders import (
     TAGGED,
     UNTAGGED,
     PlanConfig,
@@ -32,23 +31,11 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     require_own_name,
 )
-from minimegatron.core.pipeline_parallel.p2p_communication import (
-    P2PCommunicator,
-    TensorMessage,
-    communicator_of,
-    sends_shapes,
-)
-from minimegatron.core.pipeline_parallel.runnable import check_step
-from minimegatron.core.pipeline_parallel.send_limits import least_send_limit
-from minimegatron.core.pipeline_parallel.shared_step import Asked, keep_step, step_of_rank
-from minimegatron.core.pipeline_parallel.step_frame import (
-    StepFrame,
-    framed_schedule,
-    get_tensor_shapes,
-    groups_of_step,
-)
-from minimegatron.core.pipeline_parallel.steps import ModelChunk
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.p2p_methods import ASKED_BY, METHODS, OVERLAP
+from minimegatron.core.orders.runnable import check_step
+from minimegatron.core.orders.send_limits import least_send_limit
+from minimegatron.core.orders.shared_step import Asked, keep_step, step_of_rank
+from minimegatron.core.orders.work import (
     ACTIVATION,
     COMMUNICATE,
     FORWARD,
@@ -59,6 +46,19 @@ from minimegatron.core.pipeline_parallel.work import (
     Message,
     parts_of,
 )
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    P2PCommunicator,
+    TensorMessage,
+    communicator_of,
+    sends_shapes,
+)
+from minimegatron.core.pipeline_parallel.step_frame import (
+    StepFrame,
+    framed_schedule,
+    get_tensor_shapes,
+    groups_of_step,
+)
+from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config

@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
-from minimegatron.core.pipeline_parallel.lowering import (
+from minimegatron.core.orders.lowering import (
     CommonOrder,
     LoweredStep,
     RankOrder,
     RankStep,
 )
-from minimegatron.core.pipeline_parallel.orders import PlanConfig, Schedule
-from minimegatron.core.pipeline_parallel.runnable import require_runnable
-from minimegatron.core.pipeline_parallel.work import Work
+from minimegatron.core.orders.orders import PlanConfig, Schedule
+from minimegatron.core.orders.runnable import require_runnable
+from minimegatron.core.orders.work import Work
 from minimegatron.core.utils import get_device
 
 _MOST_KEPT = 64

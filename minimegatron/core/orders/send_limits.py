@@ -15,14 +15,14 @@ one way, so no other timing of the same order can come to a standstill.
 
 from functools import lru_cache
 
-from minimegatron.core.pipeline_parallel.lowering import count_unreceived, simulate_orders
-from minimegatron.core.pipeline_parallel.orders import COMBINED, PlanConfig, order_of_ranks
-from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.lowering import count_unreceived, simulate_orders
+from minimegatron.core.orders.orders import COMBINED, PlanConfig, order_of_ranks
+from minimegatron.core.orders.work import (
     FORWARD_ONLY_SEND_LIMIT,
     INTERLEAVED,
     SEND_LIMIT,
 )
+from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 
 
 def least_send_limit(forward_only: bool) -> int:

@@ -6,11 +6,11 @@ Megatron has no counterpart.
 import torch
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.lowering import CommonOrder, LoweredStep, RankStep
-from minimegatron.core.pipeline_parallel.orders import placement_of
-from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.orders.lowering import CommonOrder, LoweredStep, RankStep
+from minimegatron.core.orders.orders import placement_of
+from minimegatron.core.orders.placement import Placement
+from minimegatron.core.orders.work import BACKWARD, FORWARD
 from minimegatron.core.pipeline_parallel.step_frame import refuse_shared_iterators
-from minimegatron.core.pipeline_parallel.work import BACKWARD, FORWARD
 
 
 def require_runnable(step: CommonOrder | LoweredStep) -> None:

@@ -7,9 +7,9 @@ whose problems are of the same kind.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from minimegatron.core.pipeline_parallel.orders import PlanConfig
-from minimegatron.core.pipeline_parallel.placement import Place
-from minimegatron.core.pipeline_parallel.work import (
+from minimegatron.core.orders.orders import PlanConfig
+from minimegatron.core.orders.placement import Place
+from minimegatron.core.orders.work import (
     FORWARD,
     INPUT_GRADIENT,
     KINDS,
