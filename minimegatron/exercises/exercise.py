@@ -34,6 +34,8 @@ class Exercise:
     """Dotted paths of ours that are shown beside the student's functions, once these are right."""
     question: str = ""
     """What to look for there."""
+    older_names: tuple[tuple[str, str], ...] = ()
+    """(what the stub names today, what an earlier stub had in its place): a file may have either."""
     package: str = CATALOG
     """The package that holds its folder: the catalogue, or one of a teacher's own."""
 

@@ -34,7 +34,7 @@ from minimegatron.core.collectives import (
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from minimegatron.core.rerun_state_machine import RerunMode
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import device_is_asynchronous
@@ -233,7 +233,7 @@ class _ParamAndGradBucketGroup:
         self.grad_reduce_handles = None
         self.is_requested = False
         # Who judges the gradients, and whether a look at a number would stop the program.
-        self._machine, self._is_asynchronous = get_rerun_state_machine(), device_is_asynchronous()
+        self._machine, self._is_asynchronous = current.machine, device_is_asynchronous()
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:
         """Notes that `param.main_grad` is complete; launches the groups that are now due.

@@ -533,7 +533,7 @@ def schedule(
     link = traced("forward-backward", describe)(function)
     own = frozenset(inspect.signature(function).parameters)
 
-    @functools.wraps(link)
+    @functools.wraps(function)
     def run(*unnamed: Any, **arguments: Any) -> list:
         num_begun = StepFrame.num_begun
         try:

@@ -6,17 +6,18 @@ machine in.
 
 from typing import Any
 
-_machine: Any = None
+machine: Any = None
+"""It; see `get_rerun_state_machine`."""
 
 
 def get_rerun_state_machine() -> Any:
     """This process's. Before `initialize_rerun_state_machine` it is one that is disabled; None where
     `core.rerun_state_machine` is not even imported.
     """
-    return _machine
+    return machine
 
 
-def set_rerun_state_machine(machine: Any) -> None:
-    """Puts `machine` in this process's place, until `destroy_rerun_state_machine`."""
-    global _machine
-    _machine = machine
+def set_rerun_state_machine(new_machine: Any) -> None:
+    """Puts it in this process's place, until `destroy_rerun_state_machine`."""
+    global machine
+    machine = new_machine

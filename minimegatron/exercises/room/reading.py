@@ -32,7 +32,9 @@ def check_source(exercise: Exercise, path: Path) -> Verdict | None:
         return Verdict(verdict.SYNTAX, _syntax_words(error, path))
     if (taken := next(_from_catalog(tree), None)) is not None:
         return Verdict(verdict.FORGED, catalog_words(taken, path.name))
-    lost = [name for name in wanted_names(exercise) if name not in _defined(tree)]
+    defined, older = _defined(tree), dict(exercise.older_names)
+    wanted = wanted_names(exercise)
+    lost = [name for name in wanted if not {name, older.get(name)} & defined]
     if lost:
         names = " and ".join(f"`{name}`" for name in lost)
         return _missing(

@@ -19,4 +19,5 @@ EXERCISE = Exercise(
         "During which backward of stage 0 does that happen, and during which of the last "
         "stage?"
     ),
+    older_names=(("one_f_one_b", "forward_backward_pipelining_without_interleaving"),),
 )
