@@ -34,6 +34,7 @@ from minimegatron.core.collectives import (
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from minimegatron.core.rerun import current
 from minimegatron.core.rerun_state_machine import RerunMode
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 from minimegatron.core.tracing import traced
