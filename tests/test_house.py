@@ -54,11 +54,11 @@ LAYERS = [
     },
     {
         "core.model_parallel_config",
-        "core.orders.orders",
         "core.pipeline_parallel.loops",
         "core.recorded_graph",
     },
-    {"core.orders", "core.schedule_of_config"},
+    {"core.orders"},
+    {"core.schedule_of_config"},
     {"backend"},
     {"core.collectives"},
     {"core.rerun"},

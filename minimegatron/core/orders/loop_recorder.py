@@ -19,9 +19,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from minimegatron.core.orders.orders import COMBINED, PlanConfig
 from minimegatron.core.orders.p2p_methods import ASKED_BY, METHODS, OVERLAP, CommunicatorCall
 from minimegatron.core.orders.phases import phases_of_loop
+from minimegatron.core.orders.plan_config import COMBINED, PlanConfig
 from minimegatron.core.orders.work import (
     ACTIVATION,
     BACKWARD,
@@ -33,6 +33,7 @@ from minimegatron.core.orders.work import (
     SEND,
     Action,
     Message,
+    Work,
 )
 from minimegatron.core.pipeline_parallel.loops import InterleavedRun
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
@@ -64,7 +65,21 @@ def record_loop(loop: Callable, config: PlanConfig, rank: int) -> list[Action]:
     knows of its step: `recv_shapes`, `send_shapes`, `order`, `tensor_shape`, `overlap`. Raises
     ValueError for another name.
     """
-    return LoopRecording(config, rank).of(loop)
+    recording = LoopRecording(config, rank)
+    recording.run(loop)
+    return recording.actions()
+
+
+def work_of_loop(loop: Callable, config: PlanConfig, rank: int) -> list[Work]:
+    """The same without its messages: an order of work."""
+    recording = LoopRecording(config, rank)
+    recording.run(loop)
+    phases = phases_of_loop(recording.done, config, rank)
+    return [
+        Work(entry[0], *entry[1], (), phase)
+        for entry, phase in zip(recording.done, phases, strict=True)
+        if entry[0] not in METHODS
+    ]
 
 
 class Mark:
@@ -94,8 +109,8 @@ class LoopRecording:
         ]
         self.p2p = RecordingCommunicator(self)
 
-    def of(self, loop: Callable) -> list[Action]:
-        """The actions of a loop."""
+    def run(self, loop: Callable) -> None:
+        """Runs a loop with the two actors."""
         known = {
             "chunk": lambda: self.chunks[0],
             "chunks": lambda: self.chunks,
@@ -113,7 +128,6 @@ class LoopRecording:
                 f"name its parameters after {', '.join(known)}"
             )
         loop(*[known[name]() for name in names])
-        return self._actions()
 
     def _shapes(self, before: int) -> list[tuple[int, ...]]:
         # In place of sizes: which of the unit's tensors it is.
@@ -139,7 +153,8 @@ class LoopRecording:
 
     # -- As actions --
 
-    def _actions(self) -> list[Action]:
+    def actions(self) -> list[Action]:
+        """What was done, with messages and phases."""
         # One function, and named tuples made as tuples: plans have millions of actions.
         new = tuple.__new__
         rank, actions, size = self.rank, [], self.config.message_bytes

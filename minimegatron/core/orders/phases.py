@@ -8,7 +8,7 @@ follows.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minimegatron.core.orders.orders import COMBINED, GPIPE, PlanConfig
+from minimegatron.core.orders.plan_config import COMBINED, GPIPE, PlanConfig
 from minimegatron.core.orders.work import (
     BACKWARD,
     COOLDOWN,
