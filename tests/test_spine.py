@@ -18,7 +18,7 @@ from tests.training.short_runs import PP2, TP2, ZERO1, little_text
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 spine = importlib.import_module("spine")
 
-MOST_LINES = 9_000
+MOST_LINES = 8_900
 """Of code, in all files of the list."""
 
 

@@ -6,7 +6,8 @@ Plain 1F1B and interleaving do not come this way; they are written out to be rea
 run here too, and compute the same.
 """
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ from minimegatron.core.pipeline_parallel.p2p_communication import (
     sends_shapes,
 )
 from minimegatron.core.pipeline_parallel.step_frame import (
+    ParamSync,
     StepFrame,
     framed_schedule,
     get_tensor_shapes,
@@ -180,7 +182,7 @@ def planned_forward_backward_func(
         p2p = p2p_communicator or communicator_of(pg_collection, config)
         asked = ask(p2p, num_microbatches, forward_only)
         pipeline = p2p if p2p.pp_group.size() > 1 else None
-        frame = StepFrame(config, pg_collection, pipeline, forward_only)
+        frame = PlannedFrame(config, pg_collection, pipeline, forward_only)
         with frame.begun():
             step = step_of_rank(asked, p2p.pp_group)
             check_step(step, config, models, iterators)
@@ -212,6 +214,30 @@ def planned_forward_backward_func(
         return _in_order_of_microbatches(frame.forward_data_store, step)
 
     return framed_schedule(forward_backward_planned, name, describe)
+
+
+class PlannedFrame(StepFrame):
+    """The frame of a step that ranks must agree on before they have their chunks."""
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        """Begins the step before the frame is entered, which is done inside.
+
+        For what ranks must tell each other before they have their chunks: if that fails on one of them,
+        it tells the others, as in the step.
+        """
+        try:
+            self._begin()
+            yield
+        except BaseException as error:
+            if not self._has_failed:
+                self._give_up(error)
+            raise
+
+    def follow(self, forward_order: Sequence[tuple[int, int]] | None, send_limit: int) -> None:
+        """Says both where they are not known when the frame is made. Before it is entered."""
+        self._param_sync = ParamSync(self.config, forward_order or (), self.stage)
+        self._send_limit = send_limit
 
 
 def _order_of_forwards(step: RankStep, p2p: P2PCommunicator) -> list[tuple[int, int]] | None:

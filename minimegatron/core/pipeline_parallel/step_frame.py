@@ -103,11 +103,6 @@ class StepFrame(NoFrame):
         self._groups, self._others = _groups_of_a_step(pg_collection, p2p, forward_only)
         self._is_begun = self._has_failed = False
 
-    def follow(self, forward_order: Sequence[tuple[int, int]] | None, send_limit: int) -> None:
-        """Says both where they are not known when the frame is made. Before it is entered."""
-        self._param_sync = ParamSync(self.config, forward_order or (), self.stage)
-        self._send_limit = send_limit
-
     def add_chunk(
         self,
         forward_step_func: Callable,
@@ -133,21 +128,6 @@ class StepFrame(NoFrame):
         return chunk
 
     # -- The step begins --
-
-    @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
-        """Begins the step before the frame is entered, which is done inside.
-
-        For what ranks must tell each other before they have their chunks: if that fails on one of them,
-        it tells the others, as in the step.
-        """
-        try:
-            self._begin()
-            yield
-        except BaseException as error:
-            if not self._has_failed:
-                self._give_up(error)
-            raise
 
     def _begin(self) -> None:
         StepFrame.num_begun += 1
@@ -541,8 +521,16 @@ def schedule(
                 unnamed, arguments = without_left_out(
                     name_of(function), own, unnamed, arguments, num_bound=0
                 )
+            require_gradients(arguments.get("forward_only", False))
+            require_microbatches(arguments.get("num_microbatches", 1))
             with contextlib.ExitStack() as around:
-                _begin_around(around, arguments)
+                if "model" in arguments:  # else the function refuses the call
+                    model = arguments["model"]
+                    config = get_model_config(model[0] if isinstance(model, list) else model)
+                    for make in config.around_step_funcs:
+                        around.enter_context(make())
+                    if (timers := _timers_of(config)) is not None:
+                        around.enter_context(observed_by(timers))
                 return link(*unnamed, **arguments)
         except BaseException as error:
             if is_framed and StepFrame.num_begun == num_begun:
@@ -551,20 +539,6 @@ def schedule(
 
     run.takes_left_out = True
     return run
-
-
-def _begin_around(around: contextlib.ExitStack, arguments: dict[str, Any]) -> None:
-    """Checks what every schedule needs, and enters what is around its step."""
-    require_gradients(arguments.get("forward_only", False))
-    require_microbatches(arguments.get("num_microbatches", 1))
-    model = arguments.get("model")
-    if model is None:  # the schedule's own signature refuses the call
-        return
-    config = get_model_config(model[0] if isinstance(model, list) else model)
-    for make in config.around_step_funcs:
-        around.enter_context(make())
-    if (timers := _timers_of(config)) is not None:
-        around.enter_context(observed_by(timers))
 
 
 framed_schedule = functools.partial(schedule, is_framed=True)
