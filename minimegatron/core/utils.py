@@ -4,6 +4,7 @@ Counterpart: `megatron.core.utils`, a few of its many; the device is ours: Megat
 CUDA devices, and here every program also runs on a laptop.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,33 @@ def _has(layer: torch.nn.Module, attr: str, allow_none: bool) -> bool:
 def get_model_config(model: torch.nn.Module) -> Any:
     """The `TransformerConfig` (or `ModelParallelConfig`) the chunk was built with."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+HOOKS = (
+    *("aux_loss_scale_funcs", "before_step_funcs", "around_step_funcs"),
+    *("after_grads_funcs", "log_funcs", "schedule_plan_builders"),
+)
+"""Fields of a configuration in which several subjects enter functions of theirs."""
+
+
+def config_of_run(models: torch.nn.Module | list[torch.nn.Module]) -> Any:
+    """The configuration of a step over a stage's chunks: the first one's, with the hooks of all.
+
+    Where another chunk has entered functions that the first has not, as a model does whose experts are
+    in its later layers, it is a copy with all.
+    """
+    if not isinstance(models, list) or len(models) == 1:
+        return get_model_config(models[0] if isinstance(models, list) else models)
+    first = get_model_config(models[0])
+    of_all: dict[str, dict] = {name: {} for name in HOOKS}
+    for model in models:
+        of_chunk = vars(get_model_config(model))
+        for name, entered in of_all.items():
+            entered |= dict.fromkeys(of_chunk.get(name, ()))
+    more = {name: tuple(x) for name, x in of_all.items() if len(x) > len(vars(first).get(name, ()))}
+    run = copy.copy(first) if more else first
+    vars(run).update(more)
+    return run
 
 
 def get_model_type(model: torch.nn.Module) -> Any:

@@ -6,6 +6,7 @@ It runs before anything else. Counterpart: `megatron.training.arguments`. After 
 
 import argparse
 import bisect
+import copy
 import dataclasses
 import os
 import sys
@@ -283,12 +284,18 @@ def _freeze(args: argparse.Namespace) -> Arguments:
     return Arguments(**sections, extra=values)
 
 
+_made_configs: dict[type, tuple[dict[str, Any], Any]] = {}
+"""Class -> what its latest configuration was made of, and that configuration, as it was made."""
+
+
 def core_transformer_config_from_args(
     args: Arguments | argparse.Namespace, config_class: type = TransformerConfig
 ) -> Any:
     """The model's configuration for `core`. Raises ValueError for sizes that do not fit together.
 
-    Spelled out is what follows from several arguments.
+    Spelled out is what follows from several arguments. Each call returns a configuration of its own,
+    so that a program may change it. All are copies of one, which is made and checked once, as long as
+    the arguments stay as they are.
     """
     dtype = params_dtype(args)
     spelled_out = {
@@ -298,7 +305,12 @@ def core_transformer_config_from_args(
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         "activation_func": _activation_func(args),
     }
-    config = config_class(**(_values_from_args(args, config_class) | spelled_out))
+    values = _values_from_args(args, config_class) | spelled_out
+    made = _made_configs.get(config_class)
+    if made is None or made[0] != values:
+        known = {name: list(x) if isinstance(x, list) else x for name, x in values.items()}
+        made = _made_configs[config_class] = (known, config_class(**values))
+    config = copy.copy(made[1])
     enter_hooks(config, args.log_params_norm, {"log_funcs": (describe_params_norm,)})
     level = args.empty_unused_memory_level
     enter_hooks(config, level >= 1, {"after_grads_funcs": (give_memory_back,)})

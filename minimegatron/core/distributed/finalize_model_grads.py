@@ -29,7 +29,7 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import get_model_config, or_one, unwrap_model
+from minimegatron.core.utils import config_of_run, get_model_config, or_one, unwrap_model
 from minimegatron.exports import all_of
 
 # Megatron has two functions of routers here. What a layer does once per step is in `after_grads_funcs`.
@@ -203,5 +203,5 @@ def finalize_model_grads(
     _allreduce_position_embedding_grads(model, pos_emb_group=pg_collection.pos_embd)
     if num_tokens is not None:
         _divide_by_num_tokens(model, num_tokens, pp_group, pg_collection.dp_cp)
-    for step in get_model_config(model[0]).after_grads_funcs:
+    for step in config_of_run(model).after_grads_funcs:
         step(model, pg_collection)

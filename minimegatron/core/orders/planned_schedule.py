@@ -63,7 +63,7 @@ from minimegatron.core.pipeline_parallel.step_frame import (
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import config_of_run, get_model_config
 
 StepAsker = Callable[[P2PCommunicator, int, bool], Asked]
 """From the communicator, the number of microbatches and forward_only to the step to ask for."""
@@ -177,9 +177,9 @@ def planned_forward_backward_func(
             )
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        config = get_model_config(models[0])
+        config = config_of_run(models)
         pg_collection = groups_of_step(models[0], pg_collection)
-        p2p = p2p_communicator or communicator_of(pg_collection, config)
+        p2p = p2p_communicator or communicator_of(pg_collection, get_model_config(models[0]))
         asked = ask(p2p, num_microbatches, forward_only)
         pipeline = p2p if p2p.pp_group.size() > 1 else None
         frame = PlannedFrame(config, pg_collection, pipeline, forward_only)

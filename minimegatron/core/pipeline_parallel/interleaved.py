@@ -29,7 +29,7 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     refuse_shared_iterators,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import config_of_run, get_model_config
 
 
 @accepts_left_out
@@ -58,10 +58,10 @@ def forward_backward_pipelining_with_interleaving(
     Raises ValueError for what interleaving cannot do: other shapes than one, and numbers of
     microbatches that `check_interleaving` refuses.
     """
-    config = get_model_config(model[0])
+    config = config_of_run(model)
     _check_arguments(model, data_iterator, config, adjust_tensor_shapes_fn)
     pg_collection = groups_of_step(model[0], pg_collection)
-    p2p = p2p_communicator or communicator_of(pg_collection, config)
+    p2p = p2p_communicator or communicator_of(pg_collection, get_model_config(model[0]))
     if isinstance(p2p, P2PCommunicator):  # somebody else's has Megatron's nine methods, and no more
         p2p.refuse_a_ring_of_two()
     order = InterleavedOrder(

@@ -50,7 +50,7 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     forget_owed,
 )
 from minimegatron.core.tracing import observed_by, traced
-from minimegatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+from minimegatron.core.utils import config_of_run, get_attr_wrapped_model, unwrap_model
 
 GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
 """What collectives inside a step run over; one order on all ranks."""
@@ -64,7 +64,7 @@ class StepFrame(NoFrame):
     """A context manager around one step of one stage. Chunks are added before it is entered.
 
     Args:
-        config: of the stage's first chunk. It counts for all chunks: hooks are filled in there.
+        config: of the run, for all chunks; see `config_of_run`.
         pg_collection: this rank's groups.
         p2p: the pipeline's communicator; None without a pipeline.
         forward_only: no backward.
@@ -454,17 +454,13 @@ def finish_embedding_wgrad_compute(
 # -- What a schedule refuses, and is marked with --
 
 
-def require_gradients(forward_only: bool) -> None:
-    """Raises ValueError where a training step would have no gradients, and would say nothing of it."""
+def check_step_of(forward_only: bool = False, num_microbatches: int = 1, **_: Any) -> None:
+    """Raises ValueError for a step of nothing, and for a training step that would have no gradients."""
     if not (forward_only or torch.is_grad_enabled()):
         raise ValueError(
             "forward_only is False, but gradients are off (torch.no_grad or inference_mode), so this "
             "step would leave all of them 0; call the schedule outside, or with forward_only=True"
         )
-
-
-def require_microbatches(num_microbatches: int) -> None:
-    """Raises ValueError for a step of nothing."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; a step has at least 1")
 
@@ -521,12 +517,10 @@ def schedule(
                 unnamed, arguments = without_left_out(
                     name_of(function), own, unnamed, arguments, num_bound=0
                 )
-            require_gradients(arguments.get("forward_only", False))
-            require_microbatches(arguments.get("num_microbatches", 1))
+            check_step_of(**arguments)
             with contextlib.ExitStack() as around:
                 if "model" in arguments:  # else the function refuses the call
-                    model = arguments["model"]
-                    config = get_model_config(model[0] if isinstance(model, list) else model)
+                    config = config_of_run(arguments["model"])
                     for make in config.around_step_funcs:
                         around.enter_context(make())
                     if (timers := _timers_of(config)) is not None:

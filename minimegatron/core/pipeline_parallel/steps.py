@@ -389,6 +389,13 @@ def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: 
 # -- One chunk, and its microbatches --
 
 
+SAME_FOR_ALL = (
+    *("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_data_store"),
+    *("config", "cp_group_size", "collect_non_loss_data", "vp_stage", "is_last_stage"),
+)
+"""What a chunk's forwards share of the arguments of `forward_step`."""
+
+
 class ModelChunk:
     """Runs microbatches of one chunk, and holds them from their forward to their backward.
 
@@ -402,8 +409,7 @@ class ModelChunk:
         is_last_stage: whether this chunk ends in the loss.
         sends: shapes in which the next stage receives its output, as the schedule announces them;
             None, or an empty one, where no shape is announced.
-        config: the step's; None for the model's own. A stage's chunks share the first one's, because
-            the hooks are filled in there.
+        config: the step's, the same for all of a stage's chunks; None for the model's own.
         frame: the `StepFrame` around the step, called before and after each forward and backward;
             None for no frame.
     """
@@ -439,19 +445,7 @@ class ModelChunk:
         self._in_flight: dict[int, tuple[Any, Any]] = {}
         self.frame = frame or NoFrame()
         self._num_forwards, self.num_backwards_left = 0, num_microbatches  # of this step
-        # What `forward_step` gets with every microbatch.
-        self._same_for_all = {
-            "forward_step_func": forward_step_func,
-            "data_iterator": data_iterator,
-            "model": model,
-            "num_microbatches": num_microbatches,
-            "forward_data_store": forward_data_store,
-            "config": self.config,
-            "cp_group_size": cp_group_size,
-            "collect_non_loss_data": collect_non_loss_data,
-            "vp_stage": vp_stage,
-            "is_last_stage": is_last_stage,
-        }
+        self._same_for_all = {name: vars(self)[name] for name in SAME_FOR_ALL}
 
     def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
         """Forward of one microbatch; remembers input and output for its backward."""
