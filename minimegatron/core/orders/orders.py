@@ -56,7 +56,8 @@ from minimegatron.core.orders.work import (
     Work,
     pair,
 )
-from minimegatron.core.pipeline_parallel import loops
+from minimegatron.core.pipeline_parallel.loops import no_pipelining as loop_without_pipeline
+from minimegatron.core.pipeline_parallel.loops import one_f_one_b
 from minimegatron.core.pipeline_parallel.schedule_table import (
     InterleavedOrder,
     check_interleaving,
@@ -318,7 +319,7 @@ def _forwards(work: Work) -> list[Work]:
 def no_pipelining(rank: Rank) -> list[Work]:
     """Gradient accumulation on one stage: what `loops.no_pipelining` does."""
     return work_of_loop(
-        loops.no_pipelining, replace(rank.config, schedule=NO_PIPELINING), rank.pp_rank
+        loop_without_pipeline, replace(rank.config, schedule=NO_PIPELINING), rank.pp_rank
     )
 
 
@@ -339,7 +340,7 @@ def one_forward_one_backward(rank: Rank) -> list[Work]:
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1.
     """
-    return work_of_loop(loops.one_f_one_b, replace(rank.config, schedule=ONE_F_ONE_B), rank.pp_rank)
+    return work_of_loop(one_f_one_b, replace(rank.config, schedule=ONE_F_ONE_B), rank.pp_rank)
 
 
 @register_order(INTERLEAVED, placement=LOOP)
