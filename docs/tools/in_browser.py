@@ -96,9 +96,15 @@ def chunks_of(found: Schedule, p: int, v: int, G: int) -> dict[str, int]:
         return {}
     if found.name == COMBINED and p == 1:
         return {}
-    if v == 1 and (rule is LOOP or found.name in (INTERLEAVED, COMBINED)):
+    asks_for_chunks = "chunks" in parameters_of(found.messages)
+    if v == 1 and (rule is LOOP or asks_for_chunks or found.name in (INTERLEAVED, COMBINED)):
         v, G = 2, p
     return {"vpp": v, "group_size": G or p} if v > 1 else {}
+
+
+def parameters_of(function: Callable | None) -> Iterable[str]:
+    """The names of its parameters; none of what is no function."""
+    return inspect.signature(function).parameters if inspect.isfunction(function) else ()
 
 
 def planned(

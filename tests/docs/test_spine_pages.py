@@ -111,11 +111,10 @@ def test_many_callers_are_folded_and_lines_of_one_stand_together(package):
     assert f"<summary>{rest.count('<li>')} more</summary>" in rest and rest.count("<li>") > 20
     page = package.pages["minimegatron.core.pipeline_parallel.p2p_communication"]
     (row,) = [row for row in page.rows if row.symbol == "P2PCommunicator.recv_forward"]
-    (written,) = re.findall(
-        r"<li>(.*?without_interleaving.*?)</li>", source_pages.callers_of(row, page, package)
-    )
-    numbers = re.findall(r"schedules\.html#L(\d+)", written)
-    lines = package.pages["minimegatron.core.pipeline_parallel.schedules"].lines
+    items = re.findall(r"<li>(.*?)</li>", source_pages.callers_of(row, page, package))
+    (written,) = [item for item in items if "one_f_one_b" in item]
+    numbers = re.findall(r"loops\.html#L(\d+)", written)
+    lines = package.pages["minimegatron.core.pipeline_parallel.loops"].lines
     assert len(numbers) == 2  # in warm-up, and before the steady state
     assert all("p2p.recv_forward(" in lines[int(number) - 1] for number in numbers)
 
