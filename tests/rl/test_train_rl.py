@@ -304,7 +304,7 @@ def test_each_chunk_has_an_iterator_that_begins_again():
     ):
         first, second = data([None, None], None, 3)  # the second batch, for the second time
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
-    with mock.patch.object(current, "_machine", machine):
+    with mock.patch.object(current, "machine", machine):
         for iterator in (first, second):
             read = [[next(iterator)[0].flatten().tolist() for _ in range(3)]]
             with pytest.raises(StopIteration):

@@ -27,9 +27,9 @@ FAULTS_OF_RINGS = (
     ),
     Fault(
         "labels-split-contiguously",
-        "training/utils.py",
+        "core/transformer/part_of_batch.py",
         "        else take_part(tensor, 2",
-        '        else tensor.chunk(group.size(), 1)[group.rank()] if name == "labels"\n'
+        '        else tensor.chunk(cp_group.size(), 1)[cp_group.rank()] if name == "labels"\n'
         "        else take_part(tensor, 2",
         "Tokens are dealt out in a zig-zag and their labels in a row, so most tokens learn to predict "
         "the next token of another place.",
