@@ -34,7 +34,8 @@ Unit = int | tuple[int, int]
 class Stage(PlannedRank):
     """One stage, handed to a schedule function; its methods make the actions to yield.
 
-    A schedule is a generator function of one `Stage`. Pipelining with all forwards first:
+    A schedule may be a generator function of one `Stage`, in place of a loop over actors. Pipelining
+    with all forwards first:
 
     >>> def all_forwards_first(stage):
     ...     for i in range(stage.num_microbatches):

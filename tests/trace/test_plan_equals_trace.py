@@ -298,7 +298,20 @@ def last_first(stage):
         yield stage.send_backward(i)
 
 
-PLANNED = ("gpipe", "last-first", "1f1b")
+@register_schedule("one-at-a-time-loop")
+def one_at_a_time(chunk, p2p, recv_shapes, send_shapes):
+    """A loop over actors: each microbatch there and back."""
+    stage, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    for i in range(chunk.num_microbatches):
+        output = chunk.forward_step(i, p2p.recv_forward(recv_shapes, is_first))
+        p2p.send_forward(output, is_last)
+        chunk.free_output(output)
+        grad = chunk.backward_step(p2p.recv_backward(send_shapes, is_last))
+        p2p.send_backward(grad, is_first)
+
+
+PLANNED = ("gpipe", "last-first", "one-at-a-time-loop", "1f1b")
 
 
 def record_planned(p: int):

@@ -343,9 +343,10 @@ def _bound(
     call: str, parameters: tuple[str, ...], args: tuple, given: dict[str, Any], overlap: bool
 ) -> tuple[tuple, bool]:
     """The call's arguments by position, and whether it is overlapped."""
-    values = {OVERLAP: overlap} | dict(zip(parameters, args, strict=False)) | given
+    values = {OVERLAP: overlap, **dict(zip(parameters, args, strict=False)), **given}
     wanted = [name for name in parameters if name != OVERLAP]
-    if len(args) > len(parameters) or values.keys() != {*wanted, OVERLAP}:
+    is_unknown = not given.keys() <= set(parameters)
+    if is_unknown or len(args) > len(parameters) or values.keys() != {*wanted, OVERLAP}:
         raise TypeError(f"{call} takes {', '.join(parameters)}; it got {len(args)} and {[*given]}")
     return tuple(values[name] for name in wanted), values[OVERLAP]
 

@@ -1,7 +1,7 @@
 """The order of work on one stage, as arithmetic: who is forwarded when, and what arrives after it.
 
-`schedules.py` writes its one line for plain 1F1B out once more, because a reader needs it there; a
-test holds both to one order. Counterpart: the functions of the same names in
+`loops.one_f_one_b` writes its one line of this out once more, because a reader needs it there; a test
+holds both to one number. Counterpart: the functions of the same names in
 `megatron.core.pipeline_parallel.schedules`, and the index helpers nested there inside
 `forward_backward_pipelining_with_interleaving`.
 
