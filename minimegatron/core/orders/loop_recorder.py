@@ -83,12 +83,15 @@ def work_of_loop(loop: Callable, config: PlanConfig, rank: int) -> list[Work]:
 
 
 class Mark:
-    """Stands for one tensor. `number` counts what belongs to the same unit, where that is several."""
+    """Stands for one tensor. `number` counts what belongs to the same unit, where that is several.
 
-    __slots__ = ("number", "unit")
+    What a chunk makes has its unit from the start; what is received (`has_come`), from its use.
+    """
+
+    __slots__ = ("has_come", "number", "unit")
 
     def __init__(self, unit: Unit | None, number: int = 0):
-        self.unit, self.number = unit, number
+        self.unit, self.number, self.has_come = unit, number, unit is None
 
     def wait(self) -> "Mark":
         """As the handle of a message: it is there."""
@@ -230,7 +233,7 @@ class RecordingChunk:
 
 def _use(marks: Any, unit: Unit) -> None:
     for mark in marks if type(marks) is list else (marks,):
-        if mark is not None:
+        if mark is not None and mark.has_come:
             mark.unit = unit
 
 
