@@ -36,6 +36,8 @@ class Exercise:
     """What to look for there."""
     older_names: tuple[tuple[str, str], ...] = ()
     """(what the stub names today, what an earlier stub had in its place): a file may have either."""
+    older_imports: tuple[str, ...] = ()
+    """Modules that an earlier stub imported: nothing is remarked on a file that has them."""
     package: str = CATALOG
     """The package that holds its folder: the catalogue, or one of a teacher's own."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from minimegatron.core.orders.loop_recorder import (
     RecordedPairs,
+    RecordedRun,
     RecordingChunk,
     RecordingCommunicator,
 )
@@ -24,8 +25,6 @@ from minimegatron.core.orders.orders import (
 from minimegatron.core.pipeline_parallel.loops import (
     Chunk,
     Communicator,
-    InterleavedRun,
-    interleaved_1f1b,
     no_pipelining,
     one_f_one_b,
     one_stage_in_pairs,
@@ -34,7 +33,6 @@ from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 
 written_as(NO_PIPELINING)(no_pipelining)
 written_as(ONE_F_ONE_B)(one_f_one_b)
-written_as(INTERLEAVED)(interleaved_1f1b)
 
 
 @written_as(GPIPE)
@@ -57,6 +55,18 @@ def gpipe(chunk: Chunk, p2p: Communicator, recv_shapes: Any, send_shapes: Any) -
         p2p.send_backward(input_grad, is_first_stage)
 
 
+@written_as(INTERLEAVED)
+def interleaved(
+    chunks: Sequence[RecordingChunk],
+    p2p: RecordingCommunicator,
+    order: InterleavedOrder,
+    tensor_shape: tuple[int, ...],
+    overlap: bool,
+) -> None:
+    """1F1B over several chunks per stage: `loops.interleaved_1f1b`."""
+    RecordedRun(chunks, p2p, order, tensor_shape, overlap).run()
+
+
 @written_as(COMBINED)
 def combined(
     chunks: Sequence[RecordingChunk],
@@ -70,7 +80,7 @@ def combined(
     A step without backwards takes the ordinary path.
     """
     if order.pp_size > 1:
-        run = RecordedPairs if order.is_combined else InterleavedRun
+        run = RecordedPairs if order.is_combined else RecordedRun
         run(chunks, p2p, order, tensor_shape, overlap).run()
     elif order.forward_only:
         no_pipelining(chunks[0])

@@ -4,6 +4,7 @@ That real ranks do the same, message for message, is in tests/trace/test_plan_eq
 """
 
 import inspect
+from unittest import mock
 
 import pytest
 
@@ -11,9 +12,13 @@ from minimegatron.core.orders.loop_recorder import record_loop
 from minimegatron.core.orders.p2p_methods import METHODS
 from minimegatron.core.orders.plan_config import PlanConfig
 from minimegatron.core.orders.work import BACKWARD, COMMUNICATE, FORWARD, WARMUP, Action
-from minimegatron.core.pipeline_parallel.loops import one_f_one_b
+from minimegatron.core.pipeline_parallel import schedule_table
+from minimegatron.core.pipeline_parallel.loops import interleaved_1f1b, one_f_one_b
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.schedule_table import get_num_warmup_microbatches
+from minimegatron.core.pipeline_parallel.schedule_table import (
+    RankMicrobatches,
+    get_num_warmup_microbatches,
+)
 from minimegatron.planner.plan import plan
 from minimegatron.planner.plan_check import check
 from minimegatron.planner.stage import Stage
@@ -75,6 +80,8 @@ def test_every_turn_of_interleaving_is_right():
             for overlap in (False, True):
                 step = plan("interleaved", p, M, 2, G, overlap_p2p_comm=overlap)
                 assert check(step) == []
+                run = [record_loop(interleaved_1f1b, step.config, rank) for rank in range(p)]
+                assert run == step.ranks, "not the loop that training runs"
 
 
 def test_the_table_has_the_communicators_own_arguments():
@@ -169,12 +176,24 @@ def test_a_tensor_of_another_microbatch_is_seen():
     assert any("a second time" in problem.text for problem in problems)
 
 
-def test_a_backward_without_a_forward_is_refused():
+def test_a_backward_without_a_forward_is_named():
     def backward_first(chunk):
         chunk.backward_step(None)
+        chunk.forward_step(0, None)
 
-    with pytest.raises(ValueError, match="no microbatch is in flight"):
-        plan(backward_first, 1, 1)
+    (problem,) = check(plan(backward_first, 1, 1))
+    assert str(problem).endswith("order: backward comes before its forward")
+
+
+def test_interleaving_that_warms_up_too_little_is_named():
+    """A real run would take from an empty queue; the plan says which input has not come."""
+
+    def count(p, r, M, v, *sizes, **options):
+        return RankMicrobatches(M * v, False, 0, M * v)
+
+    with mock.patch.object(schedule_table, "count_rank_microbatches", count):
+        found = {problem.kind for problem in check(plan("interleaved", 2, 4, 2))}
+    assert {"dependency", "order"} <= found
 
 
 def test_a_parameter_that_nobody_gives_is_refused():

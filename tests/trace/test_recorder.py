@@ -77,7 +77,8 @@ def test_call_stacks_point_at_lines_that_make_the_call(plain):
     assert checked >= {"forward_step", "backward_step", "send_forward", "recv_forward"}
     stack = recording.stack(next(e for e in recording.events if e.action.kind == FORWARD))
     names = [recording.sources[source].name.rpartition(".")[2] for source, _ in stack]
-    assert names[-2:] == ["forward_backward_pipelining_without_interleaving", "forward_step"]
+    schedule = "forward_backward_pipelining_without_interleaving"
+    assert names[-3:] == [schedule, "one_f_one_b", "forward_step"]
 
 
 def test_a_recording_survives_its_file(plain_folder):

@@ -199,6 +199,7 @@ class RecordingChunk:
         self.num_microbatches = recording.config.num_microbatches
         self.forward_only = recording.config.forward_only
         self._in_flight: deque[tuple[int, Any]] = deque()
+        self._num_backwards = 0
 
     def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
         """Writes it down, and that it uses the input."""
@@ -216,9 +217,10 @@ class RecordingChunk:
 
     def backward_step(self, output_tensor_grad: Any) -> Any:
         """Writes it down, and that it uses the gradient."""
-        if not self._in_flight:
-            raise ValueError("backward_step is called, but no microbatch is in flight")
-        microbatch_id, input_tensor = self._in_flight.popleft()
+        # One too early is written down too: who checks the plan names it.
+        in_flight = self._in_flight.popleft() if self._in_flight else (self._num_backwards, None)
+        microbatch_id, input_tensor = in_flight
+        self._num_backwards += 1
         unit = (microbatch_id, self._chunk_id)
         _use(output_tensor_grad, unit)
         self.recording.done.append((BACKWARD, unit))
@@ -358,7 +360,17 @@ for _name, _row in METHODS.items():
     setattr(RecordingCommunicator, _name, _recording(_name, _row))
 
 
-class RecordedPairs(InterleavedRun):
+class RecordedRun(InterleavedRun):
+    """Interleaving as it is recorded: it goes on where nothing has come, which checks find."""
+
+    def _input(self, chunk_id: int) -> Any:
+        return super()._input(chunk_id) if self._inputs[chunk_id] else None
+
+    def _grad(self, chunk_id: int) -> Any:
+        return super()._grad(chunk_id) if self._grads[chunk_id] else None
+
+
+class RecordedPairs(RecordedRun):
     """Combined 1F1B as it is recorded: in the steady state a forward and a backward are one piece."""
 
     def _step(self, f_k: int | None = None, b_k: int | None = None) -> tuple[Any, Any]:

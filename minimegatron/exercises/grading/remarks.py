@@ -137,7 +137,7 @@ def remarks_on_tools(exercise: Exercise, code: ast.Module, source: str) -> tuple
     """Which means it uses that no exercise needs: it may read what it should not, or change it."""
     given = [_text(exercise, name) for name in ("stub", "solution")]
     known = {name for text in given for name in tools_of(parse(text), text)}
-    known.update(_used_ours(exercise, code))
+    known.update(_used_ours(exercise, code), exercise.older_imports)
     found = [name for name in tools_of(code, source) if not (name in known or _is_in_catalog(name))]
     if len(found) > MOST_LISTED:
         found[MOST_LISTED:] = [f"{len(found) - MOST_LISTED} more"]

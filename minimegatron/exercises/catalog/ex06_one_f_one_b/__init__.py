@@ -19,5 +19,16 @@ EXERCISE = Exercise(
         "During which backward of stage 0 does that happen, and during which of the last "
         "stage?"
     ),
+    older_imports=tuple(
+        f"minimegatron.core.{module}"
+        for module in (
+            "pipeline_parallel.p2p_communication",
+            "pipeline_parallel.schedules",
+            "pipeline_parallel.steps",
+            "pipeline_parallel.utils",
+            "process_groups_config",
+            "utils",
+        )
+    ),
     older_names=(("one_f_one_b", "forward_backward_pipelining_without_interleaving"),),
 )
