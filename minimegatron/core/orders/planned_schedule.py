@@ -379,7 +379,7 @@ class PlannedRun:
             handles = _exchange(self.p2p, messages, overlap=True)
             received = [(getattr(handle, "tensor", None), handle) for handle in handles]
         else:
-            received = call_method(self.p2p, action, tensors, self.shape)
+            received = called_by_name(self.p2p, action, tensors, self.shape)
         for message, tensor, arrived in zip(action.messages, tensors, received, strict=True):
             if message.direction == RECEIVE:
                 unit = (message.payload, message.microbatch, message.chunk)
@@ -397,7 +397,7 @@ class PlannedRun:
         return TensorMessage(tensor is not None, tensor, message.peer, message.payload, shape)
 
 
-def call_method(
+def called_by_name(
     p2p: P2PCommunicator,
     action: Action,
     tensors: list[torch.Tensor | None],
