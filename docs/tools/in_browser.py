@@ -23,7 +23,7 @@ from typing import Any
 
 from plan_words import placement_data, row
 
-from minimegatron.core.orders.loop_recorder import is_loop
+from minimegatron.core.orders.loop_recorder import is_loop, parameters_of
 from minimegatron.core.orders.order_check import Problem, ScheduleError
 from minimegatron.core.orders.orders import (
     COMBINED,
@@ -100,11 +100,6 @@ def chunks_of(found: Schedule, p: int, v: int, G: int) -> dict[str, int]:
     if v == 1 and (rule is LOOP or asks_for_chunks or found.name in (INTERLEAVED, COMBINED)):
         v, G = 2, p
     return {"vpp": v, "group_size": G or p} if v > 1 else {}
-
-
-def parameters_of(function: Callable | None) -> Iterable[str]:
-    """The names of its parameters; none of what is no function."""
-    return inspect.signature(function).parameters if inspect.isfunction(function) else ()
 
 
 def planned(

@@ -47,15 +47,17 @@ ACTORS = ("chunk", "chunks", "p2p")
 
 def is_loop(function: Callable) -> bool:
     """Whether it is written for actors, by the name of its first parameter."""
-    try:
-        return _parameters(function)[0] in ACTORS
-    except (IndexError, TypeError, ValueError):  # no parameters, or none that can be known
-        return False
+    names = parameters_of(function)
+    return names != () and names[0] in ACTORS
 
 
 @lru_cache(maxsize=256)
-def _parameters(function: Callable) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+def parameters_of(function: Callable | None) -> tuple[str, ...]:
+    """The names of a function's parameters; empty if they cannot be read, or for None."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
 
 
 def record_loop(loop: Callable, config: PlanConfig, rank: int) -> list[Action]:
@@ -124,7 +126,7 @@ class LoopRecording:
             "tensor_shape": lambda: (0,),
             "overlap": lambda: self.config.overlap_p2p_comm,
         }
-        names = _parameters(loop)
+        names = parameters_of(loop)
         if unknown := [name for name in names if name not in known]:
             raise ValueError(
                 f"the loop {self.config.schedule} asks for {unknown[0]!r}, which no schedule gives; "

@@ -2,10 +2,10 @@
 
 Torch-free. Megatron has no counterpart.
 
-A piece of work needs a tensor that a neighbour's work makes. If the neighbour is the same rank, there
-is no message: the runner hands the tensor over. Otherwise the tensor is sent right after the work that
-makes it, and nobody waits for that. It is received by a call that returns at once; the work that needs
-it waits. What is left to decide is where that call stands:
+A piece of work needs a tensor that a neighbour's work makes. If the neighbour is on the same rank, the
+runner hands the tensor over, without a message. Otherwise the rank sends it right after the work that
+makes it, and nobody waits for that. A call that returns at once receives it; the work that needs it
+waits. What is left to decide is where that call stands:
 
 * On a tagged wire (gloo, shared memory) a message is known by its payload. The receive stands one piece
   of work before its use, so that the message travels meanwhile; earlier, if a message that is sent
