@@ -111,9 +111,10 @@ def has_data(vp_stage: int | None) -> bool:
 
 def keys_of_chunks() -> BatchKeys:
     """Which chunk needs what of a batch."""
-    if get_args().mtp_num_layers is None:
+    args = get_args()
+    if args.mtp_num_layers is None:
         return GPT_BATCH_KEYS
-    further_tokens = partial(mtp_on_this_rank, get_args())
+    further_tokens = partial(mtp_on_this_rank, args)
     return (*GPT_BATCH_KEYS, (further_tokens, ("tokens", "position_ids")))
 
 

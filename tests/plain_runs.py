@@ -14,7 +14,8 @@ lines of one step over the later steps: the first one connects the ranks. The ru
 
 Of 4 microbatches each, stage 0 of two has one in warm-up, three in the steady state, one in cool-down.
 
-*Rooms* are parts of the package that the step enters through a door, and that a reader may leave shut.
+*Rooms* are parts of the package that the step enters through a door, and that a reader may leave shut;
+docs/spine.toml names them.
 What ranks call in them depends on when messages come. So each figure is taken rooms apart, which is the
 same every time, and with rooms: there a loop's turns count as one, and of what comes several times the
 shortest counts, because a neighbour that is late makes another longer.
@@ -88,22 +89,7 @@ RUNS = (
 )
 
 
-class Room(NamedTuple):
-    """A part of the package behind a door."""
-
-    prefixes: tuple[str, ...]
-    """Of its files, below minimegatron/."""
-    reason: str
-
-
-ROOMS = {
-    "shared memory": Room(("backend/",), "tensors between ranks of one machine, in gloo's place"),
-    "orders": Room(
-        ("core/orders/",),
-        "orders of work: a plain run asks where stages are, and how many messages may lie unreceived",
-    ),
-}
-
+ROOMS = {room.name: room for room in spine.read_rooms()}
 
 TIMED = {"wait_until_taken", "_make_room", "_handle"}
 """Functions with lines that depend on when a neighbour comes. All their lines count as executed, so
@@ -111,8 +97,8 @@ that no figure depends on it. The last two are the communicator's."""
 
 
 def is_in_room(file: str) -> bool:
-    """Whether a file of the package is in one of `ROOMS`."""
-    return any(file.startswith(room.prefixes) for room in ROOMS.values())
+    """Whether a file of the package is in a room."""
+    return any(room.has(file) for room in ROOMS.values())
 
 
 # -- In a rank --

@@ -71,7 +71,13 @@ LAYERS = [
     },
     {"core.parallel_getters", "core.straggler_times"},
     {"core.straggler_detector"},
-    {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
+    {
+        "core.inference",
+        "core.labels",
+        "core.parameter",
+        "core.parameter_marks",
+        "core.process_groups_config",
+    },
     {"core.tensor_parallel"},
     {"core.dist_checkpointing.core"},
     {"core.dist_checkpointing.mapping"},
@@ -158,7 +164,7 @@ TORCH_FREE = [
 MAY_ASK_PARALLEL_STATE = re.compile(
     r"minimegatron\.(training\..*|rl\..*|pretrain_\w+|train_rl|tracing\..*|doctor\..*|exercises\..*"
     r"|core\.parallel_(state|getters)|core\.process_groups_config|core\.inference\.communication_utils"
-    r"|core\.pipeline_parallel\.(schedules|steps|p2p_communication)"
+    r"|core\.pipeline_parallel\.(schedules|steps|p2p_communication|rank_microbatches)"
     r"|core\.tensor_parallel\.utils)"
 )
 """The edges of the package; everything between them is given its process groups."""

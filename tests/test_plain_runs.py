@@ -5,7 +5,9 @@ last lowered. Each change may lower a cap; none may raise one. Those marked *ane
 when messages and collectives became calls of `torch.distributed`: the room grew from a mesh to a whole
 backend, a message's own link moved before its door, and what left the page stands in files beside it.
 Two of them were set again when send limits, placement and orders of work became one room: its lines
-had been in the spine, in a room of send limits alone, and in files that were in neither.
+had been in the spine, in a room of send limits alone, and in files that were in neither. One of these,
+the lines of rooms, was set a third time when samples, watchers and left-out arguments became rooms:
+they had been in the spine. The lines of spine and rooms together kept their cap.
 
 With rooms, a figure depends on when messages come: by a twenty-fifth in ten runs, half of them on a
 busy machine. There a twentieth more passes.
@@ -51,76 +53,76 @@ MORE_LINES_OF_ROOMS = 20
 MORE_WITH_ROOMS = 0.05
 
 CAPS = {
-    "spine: lines executed": 5287,
-    "spine: lines of branches never taken": 1010,
-    "spine: lines of functions never entered": 856,
-    "spine: lines outside functions": 1812,
-    "spine: lines of signatures": 1914,
-    "spine: functions never entered": 163,
-    "rooms: lines executed": 1225,  # anew
+    "spine: lines executed": 4807,
+    "spine: lines of branches never taken": 902,
+    "spine: lines of functions never entered": 705,
+    "spine: lines outside functions": 1677,
+    "spine: lines of signatures": 1735,
+    "spine: functions never entered": 137,
+    "rooms: lines executed": 1630,  # anew
     "spine and rooms: lines executed": 6435,  # anew
     "other files that a whole run enters": 52,  # anew
-    "one step: lines reported, rooms apart": 1424,
+    "one step: lines reported, rooms apart": 1315,
     "one step: lines reported, with rooms": 1728,
     "wrappers before 1F1B": 2,
-    "calls of tp2·pp2, rooms apart": 2330,
-    "calls of tp2·pp2, with rooms": 4802,
-    "calls of tp2·pp2 sequence, rooms apart": 2609,
-    "calls of tp2·pp2 sequence, with rooms": 7009,
-    "calls of pp2·dp2 ZeRO-1, rooms apart": 2406,
-    "calls of pp2·dp2 ZeRO-1, with rooms": 2993,
-    "calls of tp2·dp2 fp16, rooms apart": 3651,
-    "calls of tp2·dp2 fp16, with rooms": 7521,
-    "calls of pp2·v2, rooms apart": 2815,
-    "calls of pp2·v2, with rooms": 3421,
-    "send_forward to the wire: calls, rooms apart": 6,
-    "send_forward to the wire: functions, rooms apart": 5,
-    "send_forward to the wire: files, rooms apart": 2,
-    "send_forward to the wire: changes, rooms apart": 3,  # anew
+    "calls of tp2·pp2, rooms apart": 1849,
+    "calls of tp2·pp2, with rooms": 4760,
+    "calls of tp2·pp2 sequence, rooms apart": 2040,
+    "calls of tp2·pp2 sequence, with rooms": 6966,
+    "calls of pp2·dp2 ZeRO-1, rooms apart": 2012,
+    "calls of pp2·dp2 ZeRO-1, with rooms": 2919,
+    "calls of tp2·dp2 fp16, rooms apart": 3043,
+    "calls of tp2·dp2 fp16, with rooms": 7352,
+    "calls of pp2·v2, rooms apart": 2259,
+    "calls of pp2·v2, with rooms": 3269,
+    "send_forward to the wire: calls, rooms apart": 4,
+    "send_forward to the wire: functions, rooms apart": 4,
+    "send_forward to the wire: files, rooms apart": 1,
+    "send_forward to the wire: changes, rooms apart": 0,  # anew
     "send_forward to the wire: calls, with rooms": 17,
     "send_forward to the wire: functions, with rooms": 16,
     "send_forward to the wire: files, with rooms": 7,  # anew
     "send_forward to the wire: changes, with rooms": 9,  # anew
-    "recv_forward, its message from the wire: calls, rooms apart": 15,
-    "recv_forward, its message from the wire: functions, rooms apart": 12,
-    "recv_forward, its message from the wire: files, rooms apart": 2,
-    "recv_forward, its message from the wire: changes, rooms apart": 5,
+    "recv_forward, its message from the wire: calls, rooms apart": 12,
+    "recv_forward, its message from the wire: functions, rooms apart": 11,
+    "recv_forward, its message from the wire: files, rooms apart": 1,
+    "recv_forward, its message from the wire: changes, rooms apart": 0,
     "recv_forward, its message from the wire: calls, with rooms": 37,
     "recv_forward, its message from the wire: functions, with rooms": 34,
     "recv_forward, its message from the wire: files, with rooms": 8,  # anew
     "recv_forward, its message from the wire: changes, with rooms": 19,
-    "1F1B to its first receive: calls, rooms apart": 47,
-    "1F1B to its first receive: functions, rooms apart": 39,
-    "1F1B to its first receive: files, rooms apart": 9,
-    "1F1B to its first receive: changes, rooms apart": 26,
-    "1F1B to its first receive: calls, with rooms": 60,
+    "1F1B to its first receive: calls, rooms apart": 43,
+    "1F1B to its first receive: functions, rooms apart": 37,
+    "1F1B to its first receive: files, rooms apart": 8,
+    "1F1B to its first receive: changes, rooms apart": 24,
+    "1F1B to its first receive: calls, with rooms": 57,
     "1F1B to its first receive: functions, with rooms": 45,
     "1F1B to its first receive: files, with rooms": 14,
-    "1F1B to its first receive: changes, with rooms": 47,
-    "chunk.forward_step to GPTModel.forward: calls, rooms apart": 111,
-    "chunk.forward_step to GPTModel.forward: functions, rooms apart": 72,
-    "chunk.forward_step to GPTModel.forward: files, rooms apart": 25,
-    "chunk.forward_step to GPTModel.forward: changes, rooms apart": 58,
-    "chunk.forward_step to GPTModel.forward: calls, with rooms": 139,
-    "chunk.forward_step to GPTModel.forward: functions, with rooms": 90,
-    "chunk.forward_step to GPTModel.forward: files, with rooms": 30,  # anew
-    "chunk.forward_step to GPTModel.forward: changes, with rooms": 80,  # anew
-    "last gradient to the wire: calls, rooms apart": 12,
-    "last gradient to the wire: functions, rooms apart": 11,
-    "last gradient to the wire: files, rooms apart": 4,
-    "last gradient to the wire: changes, rooms apart": 5,
+    "1F1B to its first receive: changes, with rooms": 37,
+    "chunk.forward_step to GPTModel.forward: calls, rooms apart": 58,
+    "chunk.forward_step to GPTModel.forward: functions, rooms apart": 47,
+    "chunk.forward_step to GPTModel.forward: files, rooms apart": 14,
+    "chunk.forward_step to GPTModel.forward: changes, rooms apart": 31,
+    "chunk.forward_step to GPTModel.forward: calls, with rooms": 116,
+    "chunk.forward_step to GPTModel.forward: functions, with rooms": 82,
+    "chunk.forward_step to GPTModel.forward: files, with rooms": 28,  # anew
+    "chunk.forward_step to GPTModel.forward: changes, with rooms": 74,  # anew
+    "last gradient to the wire: calls, rooms apart": 10,
+    "last gradient to the wire: functions, rooms apart": 10,
+    "last gradient to the wire: files, rooms apart": 3,
+    "last gradient to the wire: changes, rooms apart": 2,
     "last gradient to the wire: calls, with rooms": 29,
     "last gradient to the wire: functions, with rooms": 28,
     "last gradient to the wire: files, with rooms": 10,
     "last gradient to the wire: changes, with rooms": 15,
-    "optimizer.step to the learning rate: calls, rooms apart": 819,
-    "optimizer.step to the learning rate: functions, rooms apart": 55,
-    "optimizer.step to the learning rate: files, rooms apart": 19,
-    "optimizer.step to the learning rate: changes, rooms apart": 385,
-    "optimizer.step to the learning rate: calls, with rooms": 1008,
+    "optimizer.step to the learning rate: calls, rooms apart": 806,
+    "optimizer.step to the learning rate: functions, rooms apart": 52,
+    "optimizer.step to the learning rate: files, rooms apart": 16,
+    "optimizer.step to the learning rate: changes, rooms apart": 370,
+    "optimizer.step to the learning rate: calls, with rooms": 996,
     "optimizer.step to the learning rate: functions, with rooms": 101,
     "optimizer.step to the learning rate: files, with rooms": 29,  # anew
-    "optimizer.step to the learning rate: changes, with rooms": 515,
+    "optimizer.step to the learning rate: changes, with rooms": 504,
 }
 
 
@@ -143,14 +145,14 @@ def figures(records: Records) -> dict[str, int]:
 
 def test_a_plain_step_enters_the_spine_and_rooms_alone(records):
     found = outside(records.steps)
-    assert not found, f"give these a place in docs/spine.toml, or a room in plain_runs.py: {found}"
+    assert not found, f"give these a place in docs/spine.toml, or in one of its rooms: {found}"
 
 
 def test_rooms_are_few_and_each_is_entered(records):
     assert len(ROOMS) <= MOST_ROOMS
     for name, room in ROOMS.items():
-        assert len(room.reason) > 20, name
-        entered = [file for file in records.steps.entered if file.startswith(room.prefixes)]
+        assert min(len(room.door), len(room.what)) > 20, name
+        entered = [file for file in records.steps.entered if room.has(file)]
         assert entered, f"no plain step enters the room {name!r}; take it off the list"
 
 

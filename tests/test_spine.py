@@ -28,6 +28,13 @@ def test_every_file_is_there_once():
     assert not [file for file, count in Counter(files).items() if count > 1]
 
 
+def test_rooms_are_there_and_apart_from_the_list():
+    listed = {link.file for link in spine.read_spine()}
+    for room in spine.read_rooms():
+        assert not [file for file in room.files if not (PACKAGE / file).exists()], room.name
+        assert not [file for file in listed if room.has(file)], room.name
+
+
 def test_sections_stand_together():
     sections = [link.section for link in spine.read_spine()]
     changes = [name for number, name in enumerate(sections) if sections[number - 1] != name]
@@ -129,12 +136,9 @@ def entered() -> list[Counter]:
 
 
 def test_a_training_step_enters_nothing_else(entered):
-    """But `backend/`, the wire behind `torch.distributed`'s door, and `core/orders/`, which says where
-    the stages are: `tests/test_plain_runs.py`."""
-    listed = {link.file for link in spine.read_spine()}
-    entered_files = set().union(*entered)
-    rooms = ("backend/", "core/orders/")
-    outside = {file for file in entered_files - listed if not file.startswith(rooms)}
+    """But rooms."""
+    rest = set().union(*entered) - {link.file for link in spine.read_spine()}
+    outside = {file for file in rest if not any(room.has(file) for room in spine.read_rooms())}
     assert not outside, (
         f"a training step enters these; give them a place in docs/spine.toml: {outside}"
     )

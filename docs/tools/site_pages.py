@@ -15,7 +15,7 @@ from package import ROOT, Package
 from page_heads import shortened
 from rosetta import rosetta_page
 from source_pages import first_sentence
-from spine import read_spine, spine_files, spine_hours, spine_lines, spine_rate
+from spine import Room, read_rooms, read_spine, spine_files, spine_hours, spine_lines, spine_rate
 from stash import Stash
 from tour_frame import framed
 
@@ -155,8 +155,19 @@ SPINE = """## The spine {{ #the-spine }}
 
 The files to read first, in this order: {files} files, {lines} lines of code, about {hours} hours at
 {rate} lines an hour. They go down the chain, from the program to one microbatch's backward, and back up
-to the optimizer's step. Each page leads to the next one. A GPT's training step enters no other file.
+to the optimizer's step. Each page leads to the next one. A GPT's training step enters no other file but
+those of the [rooms](#rooms) below.
 """
+
+ROOMS = """### Rooms {#rooms}
+
+A step enters each of these parts of the package through one door, and comes back. To read the step, you
+need to know what a room does, not how.
+
+<div class="mm-modules mm-links" markdown="1">
+
+| room | what a step calls | what it does | files |
+|---|---|---|---|"""
 
 
 def _spine_tables(left: dict[str, AnnotatedPage]) -> list[str]:
@@ -174,7 +185,12 @@ def _spine_tables(left: dict[str, AnnotatedPage]) -> list[str]:
             shown = f"[`{link.module.removeprefix('minimegatron.')}`]({link.module}.md)"
             rows.append(f"| {link.number} | {shown}<br>{link.what} | {link.minutes} |")
         parts += [f"### {section}\n", head, *rows, "\n</div>\n"]
-    return parts
+    return [*parts, ROOMS, *map(_room_row, read_rooms()), "\n</div>\n"]
+
+
+def _room_row(room: Room) -> str:
+    files = ", ".join(f"`{file.removesuffix('.py')}`" for file in room.files)
+    return f"| {room.name} | {room.door} | {room.what} | {files} |"
 
 
 # -- Reference --

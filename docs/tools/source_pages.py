@@ -15,7 +15,7 @@ from code_html import code_block, imports_of, links_of
 from package import Package, Place
 from prose import is_line, link_names, to_markdown
 from rosetta import REPOSITORY, Record, counterpart_module
-from spine import Link, read_spine
+from spine import Link, read_spine, room_of
 from stash import Stash
 
 HEADER = """---
@@ -230,6 +230,8 @@ def _place_in_spine(module: str) -> str:
     links = read_spine()
     here = next((link for link in links if link.module == module), None)
     the_spine = '<a href="index.html#the-spine">the spine</a>'
+    if (room := room_of(module)) is not None:
+        return f"In the room \u201c{room.name}\u201d, which {the_spine} leaves shut."
     if here is None:
         return f"Second reading: not in {the_spine}, the files to read first."
     parts = [f"Link {here.number} of {len(links)} in {the_spine}, {here.minutes} minutes"]

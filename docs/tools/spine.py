@@ -67,6 +67,36 @@ def read_spine() -> tuple[Link, ...]:
     return tuple(Link(number, **module) for number, module in enumerate(modules, start=1))
 
 
+class Room(NamedTuple):
+    """Files that a step enters through one door, and that a reader may leave shut."""
+
+    name: str
+    files: list[str]
+    """Below minimegatron/; a folder ends in "/"."""
+    door: str
+    """What of the room a step calls."""
+    what: str
+
+    def has(self, file: str) -> bool:
+        """Whether a file, below minimegatron/, is in it."""
+        return any(
+            file == one or (one.endswith("/") and file.startswith(one)) for one in self.files
+        )
+
+
+@cache
+def read_rooms() -> tuple[Room, ...]:
+    """The rooms, in the order of the list."""
+    return tuple(Room(**room) for room in tomllib.loads(LIST.read_text())["rooms"])
+
+
+def room_of(module: str) -> Room | None:
+    """The room that a module, by its full name, is in."""
+    path = module.removeprefix("minimegatron.").replace(".", "/")
+    as_file_and_folder = (f"{path}.py", f"{path}/")
+    return next((room for room in read_rooms() if any(map(room.has, as_file_and_folder))), None)
+
+
 @cache
 def lines_per_minute() -> int:
     """The speed of reading that the list assumes."""

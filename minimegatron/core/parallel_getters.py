@@ -7,7 +7,9 @@ Counterpart: `megatron.core.parallel_state`, where they stand among the others. 
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parallel_state import (
+    get_data_parallel_group,
     get_global_ranks,
     get_group,
     get_pipeline_placement,
@@ -24,8 +26,13 @@ __all__ = [
     "get_context_parallel_global_ranks",
     "get_context_parallel_rank",
     "get_context_parallel_world_size",
+    "get_data_parallel_group_gloo",
     "get_data_parallel_src_rank",
     "get_embedding_group",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_group_gloo",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size",
     "get_expert_model_parallel_group",
     "get_expert_model_parallel_rank",
     "get_expert_model_parallel_src_rank",
@@ -61,6 +68,7 @@ __all__ = [
     "set_pipeline_model_parallel_world_size",
     "set_tensor_model_parallel_rank",
     "set_tensor_model_parallel_world_size",
+    "set_virtual_pipeline_model_parallel_world_size",
 ]
 
 # -- Groups --
@@ -123,7 +131,46 @@ def get_expert_tensor_model_pipeline_parallel_group(
     return get_group("tp_ep_pp", check_initialized)
 
 
+def _on_gloo(group: dist.ProcessGroup, title: str) -> dist.ProcessGroup:
+    """`group`, if it sends the CPU's tensors."""
+    config = str(dist.get_backend_config(group))
+    if "cpu:gloo" not in config and "cpu:shm" not in config:
+        raise RuntimeError(
+            f"the {title} group sends over {config}, and no second group over gloo is made; call "
+            'torch.distributed.new_group(ranks, backend="gloo") on all ranks and use that group'
+        )
+    return group
+
+
+@accepts_left_out
+def get_data_parallel_group_gloo(with_context_parallel: bool = False) -> dist.ProcessGroup:
+    """The group of `get_data_parallel_group`, for tensors on the CPU.
+
+    Megatron makes a second group; here it is the same one. Raises RuntimeError as `get_group`, and
+    if that group sends over NCCL.
+    """
+    return _on_gloo(get_data_parallel_group(with_context_parallel), "data")
+
+
+@accepts_left_out
+def get_expert_data_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks with the same experts: the group that expert gradients are reduced over."""
+    return get_group("expt_dp", check_initialized)
+
+
+@accepts_left_out
+def get_expert_data_parallel_group_gloo() -> dist.ProcessGroup:
+    """As `get_data_parallel_group_gloo`, of `get_expert_data_parallel_group`."""
+    return _on_gloo(get_expert_data_parallel_group(), "expert data")
+
+
 # -- Sizes --
+
+
+@accepts_left_out
+def get_expert_data_parallel_world_size() -> int:
+    """Copies of each expert."""
+    return size_of("expt_dp")
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -189,6 +236,12 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
     return rank_of("tp_ep")
 
 
+@accepts_left_out
+def get_expert_data_parallel_rank() -> int:
+    """Place among the copies of our experts."""
+    return rank_of("expt_dp")
+
+
 def get_all_ranks() -> str:
     """Our places, as "tensor_data_context_pipeline_expert", to name files and threads after."""
     return "_".join(str(rank_of(kind)) for kind in ("tp", "dp", "cp", "pp", "ep"))
@@ -237,6 +290,11 @@ def set_expert_model_parallel_world_size(world_size: int | None) -> None:
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
     """What `get_expert_tensor_parallel_world_size` returns; None: the size of the group."""
     parallel_state.sizes_set_by_hand["expt_tp"] = world_size
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Changes the number of chunks per stage; None turns interleaving off."""
+    parallel_state._virtual_size = world_size
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:

@@ -41,6 +41,8 @@ class _ParallelState:
 
     groups: dict[str, dist.ProcessGroup | None]
     ranks: dict[str, list[int] | None]
+    places: dict[str, int]
+    """This rank's, in each group that it is in."""
     created: list[dist.ProcessGroup]
     placement: Placement
     """Which rank of this rank's pipeline holds which stage of the model."""
@@ -198,7 +200,8 @@ def _create_groups(
         name: next((ranks for ranks in of_kind if me in ranks), None)
         for name, of_kind in groups.items()
     }
-    return _ParallelState(by_kind, mine, created, placement)
+    places = {kind: group.rank() for kind, group in by_kind.items() if group is not None}
+    return _ParallelState(by_kind, mine, places, created, placement)
 
 
 def destroy_model_parallel() -> None:
@@ -258,19 +261,10 @@ def size_of(kind: str) -> int:
 
 def rank_of(kind: str) -> int:
     """This rank's place in its group of a kind, unless set by hand."""
-    by_hand = ranks_set_by_hand.get(kind)
-    return get_group(kind).rank() if by_hand is None else by_hand
-
-
-def _on_gloo(group: dist.ProcessGroup, title: str) -> dist.ProcessGroup:
-    """`group`, if it sends the CPU's tensors."""
-    config = str(dist.get_backend_config(group))
-    if "cpu:gloo" not in config and "cpu:shm" not in config:
-        raise RuntimeError(
-            f"the {title} group sends over {config}, and no second group over gloo is made; call "
-            'torch.distributed.new_group(ranks, backend="gloo") on all ranks and use that group'
-        )
-    return group
+    place = ranks_set_by_hand.get(kind)
+    if place is None and _state is not None:
+        place = _state.places.get(kind)
+    return get_group(kind).rank() if place is None else place
 
 
 # -- Groups --
@@ -298,31 +292,9 @@ def get_data_parallel_group(with_context_parallel: bool = False) -> dist.Process
     return get_group("dp_cp" if with_context_parallel else "dp")
 
 
-@accepts_left_out
-def get_data_parallel_group_gloo(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """The group of `get_data_parallel_group`, for tensors on the CPU.
-
-    Megatron makes a second group; here it is the same one. Raises RuntimeError as `get_group`, and
-    if that group sends over NCCL.
-    """
-    return _on_gloo(get_data_parallel_group(with_context_parallel), "data")
-
-
 def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each sequence."""
     return get_group("cp", check_initialized)
-
-
-@accepts_left_out
-def get_expert_data_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The ranks with the same experts: the group that expert gradients are reduced over."""
-    return get_group("expt_dp", check_initialized)
-
-
-@accepts_left_out
-def get_expert_data_parallel_group_gloo() -> dist.ProcessGroup:
-    """As `get_data_parallel_group_gloo`, of `get_expert_data_parallel_group`."""
-    return _on_gloo(get_expert_data_parallel_group(), "expert data")
 
 
 # -- Sizes --
@@ -342,12 +314,6 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """Copies of the model (times pieces of each sequence)."""
     return size_of("dp_cp" if with_context_parallel else "dp")
-
-
-@accepts_left_out
-def get_expert_data_parallel_world_size() -> int:
-    """Copies of each expert."""
-    return size_of("expt_dp")
 
 
 # -- This rank's place --
@@ -375,22 +341,10 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     _virtual_rank = rank
 
 
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Changes the number of chunks per stage; None turns interleaving off."""
-    global _virtual_size
-    _virtual_size = world_size
-
-
 @accepts_left_out
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     """Place in the data group: which share of the samples is ours."""
     return rank_of("dp_cp" if with_context_parallel else "dp")
-
-
-@accepts_left_out
-def get_expert_data_parallel_rank() -> int:
-    """Place among the copies of our experts."""
-    return rank_of("expt_dp")
 
 
 # -- Stages --

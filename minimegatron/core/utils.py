@@ -52,6 +52,8 @@ __getattr__, __dir__ = lazily(
 # A model chunk stands inside wrappers: DistributedDataParallel(Float16Module(GPTModel)). Each wrapper
 # keeps what it wraps in `.module`.
 
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
 
 def unwrap_model(
     model: torch.nn.Module | list[torch.nn.Module],
@@ -81,15 +83,11 @@ def get_attr_wrapped_model(
     if isinstance(model, list):
         raise ValueError(f"model is a list of {len(model)} chunks; ask each chunk for {attr!r}")
     layer = model
-    while not _has(layer, attr, allow_none):
+    while not (hasattr(layer, attr) if allow_none else getattr(layer, attr, None) is not None):
         if not hasattr(layer, "module"):
             raise RuntimeError(f"neither {type(model).__name__} nor what it wraps has {attr!r}")
         layer = layer.module
     return layer if return_model_obj else getattr(layer, attr)
-
-
-def _has(layer: torch.nn.Module, attr: str, allow_none: bool) -> bool:
-    return hasattr(layer, attr) if allow_none else getattr(layer, attr, None) is not None
 
 
 def get_model_config(model: torch.nn.Module) -> Any:

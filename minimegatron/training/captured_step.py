@@ -15,8 +15,9 @@ import torch
 from minimegatron.core.full_cuda_graph import FullCudaGraphWrapper
 from minimegatron.core.utils import device_is_asynchronous
 from minimegatron.training.config import Arguments
+from minimegatron.training.datasets.label_check import check_labels
 from minimegatron.training.global_vars import get_args
-from minimegatron.training.utils import check_labels, print_rank_0
+from minimegatron.training.utils import print_rank_0
 
 FULL_ITERATION = "full_iteration"
 FLAG = "--cuda-graph-impl full_iteration"

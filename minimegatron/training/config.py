@@ -440,13 +440,14 @@ class Arguments:
     distributed: DistributedInitConfig
     extra: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        for section in SECTIONS:
+            self.__dict__.update(vars(self.__dict__[section]))
+
     def __getattr__(self, name: str) -> Any:
-        """Reached only for names that are no section. Raises AttributeError for unknown ones."""
+        """Reached only for names that are no flag of ours. Raises AttributeError for unknown ones."""
         if name.startswith("__"):
             raise AttributeError(name)
-        for section, config in SECTIONS.items():
-            if name in config.__dataclass_fields__:
-                return getattr(self.__dict__[section], name)
         if name in self.__dict__["extra"]:
             return self.__dict__["extra"][name]
         if name in VALUES:

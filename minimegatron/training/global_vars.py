@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from minimegatron.core.datasets.atomic_file import writing
 from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
@@ -91,28 +91,31 @@ def destroy_global_vars() -> None:
     unset_num_microbatches_calculator()
 
 
-def _get(name: str) -> Any:
-    value = getattr(_globals, name)
-    if value is None:
-        raise RuntimeError(
-            f"the global {name} is not set yet; call pretrain or initialize_megatron first"
-        )
-    return value
-
-
 def get_args() -> Arguments:
     """The run's arguments, frozen."""
-    return _get("args")
+    if _globals.args is None:
+        _refuse("args")
+    return _globals.args
 
 
 def get_tokenizer() -> MegatronTokenizer:
     """The run's tokenizer."""
-    return _get("tokenizer")
+    if _globals.tokenizer is None:
+        _refuse("tokenizer")
+    return _globals.tokenizer
 
 
 def get_timers() -> Timers:
     """The run's timers."""
-    return _get("timers")
+    if _globals.timers is None:
+        _refuse("timers")
+    return _globals.timers
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"the global {name} is not set yet; call pretrain or initialize_megatron first"
+    )
 
 
 def get_train_state() -> TrainState:

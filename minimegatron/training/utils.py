@@ -15,10 +15,14 @@ from tqdm import tqdm
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.models.common.language_module.language_module import label_without_logit
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.part_of_batch import get_batch_on_this_cp_rank  # noqa: F401
 from minimegatron.core.utils import get_device
+from minimegatron.training.datasets.label_check import check_labels
+from minimegatron.training.last_rank import is_last_rank, print_rank_last  # noqa: F401
+from minimegatron.training.loss_average import (  # noqa: F401
+    average_losses_across_data_parallel_group,
+)
 from minimegatron.training.params_norm import calc_params_l2_norm as calc_params_l2_norm
 from minimegatron.training.terminal_lines import fitted
 
@@ -32,30 +36,7 @@ def print_rank_0(message: str) -> None:
         tqdm.write(fitted(message))
 
 
-def is_last_rank() -> bool:
-    """True on the rank with the highest number. As usually placed, the model ends there."""
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
-def print_rank_last(message: str) -> None:
-    """Prints on the last rank only."""
-    if not dist.is_initialized() or is_last_rank():
-        tqdm.write(fitted(message))
-
-
 # -- Numbers over ranks --
-
-
-def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
-    """Each loss averaged over all ranks with the same weights; float tensor [len(losses)].
-
-    With context parallelism they have other tokens too. A loss that is a rank's part of a mean over
-    all c of them, a sum over local tokens / their common number, comes out c times too small.
-    """
-    averaged = torch.stack([loss.clone().detach().reshape(()) for loss in losses])
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    collectives.all_reduce(averaged, group)
-    return averaged / group.size()
 
 
 def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | None:
@@ -240,28 +221,14 @@ def get_batch_on_this_tp_rank(
         return batch
     data = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
-        sample = next(data_iterator)
+        sample, device = next(data_iterator), get_device()
         check_labels({key: sample[key] for key in keys}, vocab_size)
         # The loader's memory is pinned for a GPU, which copies it while the program goes on.
-        here = {key: sample[key].to(get_device(), non_blocking=True) for key in keys}
-        data = {key: _as_integers(key, tensor, dtypes) for key, tensor in here.items()}
-    for key, integers in broadcast_data(keys, data, torch.int64, sizes_vary=False).items():
-        batch[key] = _from_integers(integers, dtypes.get(key, torch.int64))
-    return batch
-
-
-def check_labels(sample: Mapping[str, torch.Tensor] | None, vocab_size: int | None) -> None:
-    """Raises DataError for one of the "labels" that counts in "loss_mask" and is no token.
-
-    Give `args.unpadded_vocab_size`. The rows behind it have logits too, and would learn to be
-    predicted; Megatron takes such a label without a word. This is for what a loader has made, where it
-    still is on the CPU.
-    """
-    if vocab_size is None or sample is None or not {"labels", "loss_mask"} <= sample.keys():
-        return
-    problem = label_without_logit(sample["labels"], sample["loss_mask"], vocab_size)
-    if problem is not None:
-        raise DataError(problem)
+        here = {key: sample[key].to(device, non_blocking=True) for key in keys}
+        data = _as_integers(here, dtypes)
+    group = parallel_state.get_tensor_model_parallel_group()
+    integers = broadcast_data(keys, data, torch.int64, group, sizes_vary=False)
+    return batch | _from_integers(integers, dtypes)
 
 
 def check_loss_mask(loss_mask: torch.Tensor, losses: torch.Tensor) -> None:
@@ -280,18 +247,28 @@ def check_loss_mask(loss_mask: torch.Tensor, losses: torch.Tensor) -> None:
 # All fields travel as one message, so as one dtype: of a fraction, the bits of float64 do.
 
 
-def _as_integers(key: str, field: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> torch.Tensor:
-    dtype = dtypes.get(key, torch.int64)
-    if dtype.is_floating_point:
-        return field.double().view(torch.int64)
-    if field.is_floating_point():
-        raise DataError(
-            f"{key!r} of the batch has dtype {field.dtype}, but is to arrive as {dtype}, which has no "
-            "fractions; convert it in the data set, or give get_batch_on_this_tp_rank its dtype: "
-            f"dtypes=FIELD_DTYPES | {{{key!r}: {field.dtype}}}"
-        )
-    return field.to(torch.int64)
+def _as_integers(
+    fields: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    integers = {}
+    for key, field in fields.items():
+        dtype = dtypes.get(key, torch.int64)
+        has_fractions = dtype.is_floating_point
+        if field.is_floating_point() and not has_fractions:
+            raise DataError(
+                f"{key!r} of the batch has dtype {field.dtype}, but is to arrive as {dtype}, which has "
+                "no fractions; convert it in the data set, or give get_batch_on_this_tp_rank its "
+                f"dtype: dtypes=FIELD_DTYPES | {{{key!r}: {field.dtype}}}"
+            )
+        integers[key] = field.double().view(torch.int64) if has_fractions else field.long()
+    return integers
 
 
-def _from_integers(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return integers.view(torch.float64).to(dtype) if dtype.is_floating_point else integers.to(dtype)
+def _from_integers(
+    integers: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    fields = {}
+    for key, tensor in integers.items():
+        dtype = dtypes.get(key, torch.int64)
+        fields[key] = (tensor.view(torch.float64) if dtype.is_floating_point else tensor).to(dtype)
+    return fields

@@ -145,6 +145,26 @@ def test_every_listed_file_leads_to_the_next(package):
     assert "Second reading" in source_pages._place_in_spine("minimegatron.planner.simulator")
 
 
+@pytest.mark.parametrize(
+    ("module", "room"),
+    [
+        ("minimegatron.backend", "shared memory"),
+        ("minimegatron.backend.mesh", "shared memory"),
+        ("minimegatron.core.rerun.current", "watchers"),
+        ("minimegatron.core.left_out", "left-out arguments"),
+    ],
+)
+def test_a_file_in_a_room_says_so(module, room):
+    assert f"In the room “{room}”" in source_pages._place_in_spine(module)
+
+
+def test_the_index_names_each_room(package):
+    text = site_pages.source_index(package)
+    table = text[text.index("### Rooms") : text.index("## Second reading")]
+    for room in spine.read_rooms():
+        assert f"| {room.name} | {room.door} | {room.what} |" in table
+
+
 def test_the_index_has_every_module_once(package):
     text = site_pages.source_index(package)
     assert sorted(re.findall(r"\]\((minimegatron[\w.]*)\.md\)", text)) == sorted(package.pages)

@@ -46,8 +46,7 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     is_owed,
 )
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+from minimegatron.core.utils import HALF_DTYPES
 
 
 def gradient_scaling_factor(
@@ -344,7 +343,7 @@ class DistributedDataParallel(_BaseDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's; RuntimeError where parts of it are missing and no hook gathers them."""
         self.check_params()
-        return super().forward(*inputs, **kwargs)
+        return self.module(*inputs, **kwargs)
 
     def check_params(self) -> None:
         """Before a forward: raises RuntimeError for parameters that nobody will gather."""
@@ -352,7 +351,8 @@ class DistributedDataParallel(_BaseDataParallel):
             self._require_complete_params("forward hooks, which are off")
 
     def _require_complete_params(self, gathered_by: str) -> None:
-        if any(group.params_are_incomplete() for group in self.all_bucket_groups):
+        groups = self.all_bucket_groups
+        if any(one.params_are_stale or one.param_gather_handles is not None for one in groups):
             raise RuntimeError(
                 "with overlap_param_gather, what other ranks have updated is gathered by "
                 f"{gathered_by}; call start_param_sync(force_sync=True) on every rank first"

@@ -387,10 +387,6 @@ class _ParamAndGradBucketGroup:
             self.params_are_stale = False
             self.param_gather_handles = [self._gather(bucket) for bucket in self.buckets]
 
-    def params_are_incomplete(self) -> bool:
-        """True from the optimizer's update until all of its results are here."""
-        return self.params_are_stale or self.param_gather_handles is not None
-
     def _gather(self, bucket: _ParamAndGradBucket) -> Any:
         group = self.data_parallel_group
         if self._lane is None:

@@ -35,9 +35,7 @@ from minimegatron.core.parameter import KINDS, ParameterKind, kind_of, tensor_gr
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import device_is_asynchronous, get_device
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+from minimegatron.core.utils import HALF_DTYPES, device_is_asynchronous, get_device
 
 
 @dataclass(eq=False)

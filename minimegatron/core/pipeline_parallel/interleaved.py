@@ -2,7 +2,7 @@
 
 Counterpart:
 `megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving`. Here are its
-arguments and their checks; `loops.InterleavedRun` is its loop, with the nested helpers as methods.
+arguments and their checks; `loops.interleaved_1f1b` is its loop, with the nested helpers as methods.
 
 Why: with v chunks per stage a pipeline fills in p - 1 steps that are v times shorter, so the bubble
 shrinks from (p - 1)/M of the ideal time to (p - 1)/(v M). The price is (p v - 1)/(p - 1) times as many
@@ -18,7 +18,7 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.orders.orders import require_usual_placement
 from minimegatron.core.orders.send_limits import get_interleaved_send_limit
 from minimegatron.core.pipeline_parallel.combined_1f1b import CombinedSteps
-from minimegatron.core.pipeline_parallel.loops import InterleavedRun
+from minimegatron.core.pipeline_parallel.loops import InterleavedRun, interleaved_1f1b
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, communicator_of
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 from minimegatron.core.pipeline_parallel.step_frame import (
@@ -52,7 +52,7 @@ def forward_backward_pipelining_with_interleaving(
 ) -> list:
     """Interleaved 1F1B over `model`, a list of this stage's chunks, with one iterator for each.
 
-    The loop is `loops.InterleavedRun`. One shape is sent, of `seq_length`;
+    The loop is `loops.interleaved_1f1b`. One shape is sent, of `seq_length`;
     `decoder_seq_length` is not read, as in Megatron.
 
     Raises ValueError for what interleaving cannot do: other shapes than one, and numbers of
@@ -64,23 +64,12 @@ def forward_backward_pipelining_with_interleaving(
     p2p = p2p_communicator or communicator_of(pg_collection, get_model_config(model[0]))
     if isinstance(p2p, P2PCommunicator):  # somebody else's has Megatron's nine methods, and no more
         p2p.refuse_a_ring_of_two()
-    order = InterleavedOrder(
-        p2p.pp_group.size(),
-        p2p.pp_group.rank(),
-        num_microbatches,
-        len(model),
-        config.microbatch_group_size_per_vp_stage or p2p.pp_group.size(),
-        forward_only,
-        config.overlap_moe_expert_parallel_comm,
-    )
-    frame = StepFrame(
-        config,
-        pg_collection,
-        p2p,
-        forward_only,
-        order.table,
-        get_interleaved_send_limit(order, config.overlap_p2p_comm),
-    )
+    num_stages, stage = p2p.pp_group.size(), p2p.pp_group.rank()
+    group_size = config.microbatch_group_size_per_vp_stage or num_stages
+    sizes = (num_stages, stage, num_microbatches, len(model), group_size)
+    order = InterleavedOrder(*sizes, forward_only, config.overlap_moe_expert_parallel_comm)
+    send_limit = get_interleaved_send_limit(order, config.overlap_p2p_comm)
+    frame = StepFrame(config, pg_collection, p2p, forward_only, order.table, send_limit)
     (tensor_shape,) = get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -102,17 +91,14 @@ def forward_backward_pipelining_with_interleaving(
             is_last_stage=order.is_last_virtual_stage(chunk_id),
             sends=tensor_shape,
         )
-    run_class = _RUNS[order.is_combined]
+    loop = _LOOPS[order.is_combined]
     with frame:
-        run_class(frame.chunks, p2p, order, tensor_shape, config.overlap_p2p_comm).run()
+        loop(frame.chunks, p2p, order, tensor_shape, config.overlap_p2p_comm)
     return frame.forward_data_store
 
 
 def _check_arguments(
-    model: Any,
-    data_iterator: Any,
-    config: Any,
-    adjust_tensor_shapes_fn: Callable | None,
+    model: Any, data_iterator: Any, config: Any, adjust_tensor_shapes_fn: Callable | None
 ) -> None:
     if not isinstance(model, list) or not isinstance(data_iterator, list):
         raise ValueError("interleaving needs a list of model chunks and a list of data iterators")
@@ -134,5 +120,9 @@ class _CombinedRun(CombinedSteps, InterleavedRun):
     """The same with combined steps."""
 
 
-_RUNS = {False: InterleavedRun, True: _CombinedRun}
+def _combined(*actors_and_step: Any) -> None:
+    _CombinedRun(*actors_and_step).run()
+
+
+_LOOPS = {False: interleaved_1f1b, True: _combined}
 """By whether each forward hides the all-to-alls of a backward, and the other way."""

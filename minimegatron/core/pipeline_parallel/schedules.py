@@ -32,16 +32,14 @@ from minimegatron.core.pipeline_parallel.interleaved import (
 )
 from minimegatron.core.pipeline_parallel.loops import no_pipelining, one_f_one_b
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, communicator_of
+from minimegatron.core.pipeline_parallel.rank_microbatches import get_pp_rank_microbatches
 from minimegatron.core.pipeline_parallel.schedule_table import (
-    RankMicrobatches,
     convert_schedule_table_to_order,
-    count_rank_microbatches,
     get_schedule_table,
 )
 from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     clear_embedding_activation_buffer,
-    finish_embedding_wgrad_compute,
     framed_schedule,
     get_tensor_shapes,
     groups_of_step,
@@ -57,6 +55,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     tell_whole_length,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.weight_grad_store import finish_embedding_wgrad_compute
 from minimegatron.core.utils import get_model_config, unwrap_model
 
 __all__ = [
@@ -139,38 +138,6 @@ def get_forward_backward_func(
             f"{name} does"
         )
     return get_named_forward_backward_func(pipeline_schedule)
-
-
-def get_pp_rank_microbatches(
-    num_microbatches: int,
-    num_model_chunks: int,
-    microbatch_group_size_per_vp_stage: int,
-    forward_only: bool = False,
-    overlap_moe_expert_parallel_comm: bool = False,
-    p2p_communicator: P2PCommunicator | None = None,
-) -> RankMicrobatches:
-    """(total, are all in warm-up, warm-up, remaining) of this rank, in virtual microbatches.
-
-    The rank is that of `p2p_communicator`, or else of `parallel_state`.
-    """
-    if p2p_communicator is None:
-        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    else:
-        pp_size = p2p_communicator.pp_group.size()
-        pp_rank = p2p_communicator.pp_group.rank()
-        vp_size = p2p_communicator.virtual_pipeline_model_parallel_size
-    return count_rank_microbatches(
-        pp_size,
-        pp_rank,
-        num_microbatches,
-        num_model_chunks,
-        microbatch_group_size_per_vp_stage,
-        is_interleaved=vp_size is not None,
-        forward_only=forward_only,
-        overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
-    )
 
 
 @accepts_left_out

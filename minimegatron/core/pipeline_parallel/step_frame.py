@@ -46,7 +46,7 @@ from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicato
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.weight_grad_store import (
-    drain_embedding_wgrad_compute,
+    finish_embedding_wgrad_compute,
     forget_owed,
 )
 from minimegatron.core.tracing import observed_by, traced
@@ -427,28 +427,6 @@ def clear_embedding_activation_buffer(
     embedding_module.embedding_activation_buffer.clear()
     embedding_module.grad_output_buffer.clear()
     return embedding_module
-
-
-def finish_embedding_wgrad_compute(
-    config: ModelParallelConfig,
-    embedding_module: torch.nn.Module | None,
-    is_last_stage: bool,
-    tp_group: dist.ProcessGroup,
-) -> None:
-    """After the last backward: computes the output layer's deferred weight gradients.
-
-    The last stage has the most to compute: it alone scores the vocabulary. What it puts off it
-    does while the others drain. Without a pipeline nothing drains, and the result is the same.
-    """
-    if is_last_stage and config.defer_embedding_wgrad_compute:
-        weight = embedding_module.shared_embedding_or_output_weight()
-        drain_embedding_wgrad_compute(
-            config,
-            embedding_module.embedding_activation_buffer,
-            embedding_module.grad_output_buffer,
-            embedding_module.output_layer.weight if weight is None else weight,
-            tp_group,
-        )
 
 
 # -- What a schedule refuses, and is marked with --

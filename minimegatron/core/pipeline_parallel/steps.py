@@ -522,7 +522,7 @@ class ModelChunk:
 
     def is_in_last_microbatch(self) -> bool:
         """True from the beginning of its last forward, if no other microbatch is in flight then."""
-        return self._num_forwards == self.num_microbatches and self.num_in_flight() == 0
+        return self._num_forwards == self.num_microbatches and not self._in_flight
 
 
 def check_output(output_tensor: Any, shapes: Any, dtype: torch.dtype | None) -> None:

@@ -13,12 +13,12 @@ from minimegatron.core.pipeline_parallel.schedule_node import (
 from minimegatron.core.pipeline_parallel.step_frame import (
     GradSync,
     clear_embedding_activation_buffer,
-    finish_embedding_wgrad_compute,
     finish_step,
     get_tensor_shapes,
     of_chunk,
     schedule,
 )
+from minimegatron.core.tensor_parallel.weight_grad_store import finish_embedding_wgrad_compute
 from minimegatron.core.utils import unwrap_model
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
-from minimegatron.core.utils import device_is_asynchronous, get_device
+from minimegatron.core.utils import get_device
 
 _MAX_DATA_DIM = 5
 
@@ -27,6 +27,7 @@ def _broadcast_sizes(
     keys: Sequence[str],
     data: Mapping[str, torch.Tensor] | None,
     group: Any,
+    device: torch.device,
     sizes_vary: bool = True,
 ) -> Shapes:
     """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key.
@@ -37,7 +38,7 @@ def _broadcast_sizes(
     """
     if group.size() == 1:
         return [tuple(data[key].shape) for key in keys]  # nobody to tell, and nothing to wait for
-    told = {} if sizes_vary or not device_is_asynchronous() else _told.setdefault(group, {})
+    told = {} if sizes_vary or device.type != "cuda" else _told.setdefault(group, {})
     if tuple(keys) in told:
         return _as_told(keys, data, group, told[tuple(keys)])
     table = torch.zeros(len(keys), 1 + _MAX_DATA_DIM, dtype=torch.int64)
@@ -46,7 +47,7 @@ def _broadcast_sizes(
             shape = data[key].shape
             row[0] = len(shape)
             row[1 : 1 + len(shape)] = torch.tensor(shape)
-    table = table.to(get_device())
+    table = table.to(device)
     collectives.broadcast(table, 0, group)
     told[tuple(keys)] = [tuple(row[1 : 1 + row[0]]) for row in table.tolist()]
     return told[tuple(keys)]
@@ -101,13 +102,14 @@ def broadcast_data(
     Raises:
         ValueError: a key is missing, has another dtype, too many dimensions, or sizes that vary.
     """
-    group = get_tensor_model_parallel_group_if_none(tp_group)
+    group, device = tp_group, get_device()
+    if group is None:
+        group = get_tensor_model_parallel_group_if_none(group)
     if group.rank() == 0:
         _check(keys, data, datatype)
-    shapes = _broadcast_sizes(keys, data, group, sizes_vary)
+    shapes = _broadcast_sizes(keys, data, group, device, sizes_vary)
 
     # -- All tensors travel as one --
-    device = get_device()
     numels = [torch.Size(shape).numel() for shape in shapes]
     if group.rank() == 0:
         flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys])

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
@@ -302,3 +303,25 @@ def drain_embedding_wgrad_compute(
     )
     while grad_output_buffer:
         weight.weight_grad_store.backward_dw(weight)
+
+
+def finish_embedding_wgrad_compute(
+    config: ModelParallelConfig,
+    embedding_module: torch.nn.Module | None,
+    is_last_stage: bool,
+    tp_group: dist.ProcessGroup,
+) -> None:
+    """After the last backward: computes the output layer's deferred weight gradients.
+
+    The last stage has the most to compute: it alone scores the vocabulary. What it puts off it
+    does while the others drain. Without a pipeline nothing drains, and the result is the same.
+    """
+    if is_last_stage and config.defer_embedding_wgrad_compute:
+        weight = embedding_module.shared_embedding_or_output_weight()
+        drain_embedding_wgrad_compute(
+            config,
+            embedding_module.embedding_activation_buffer,
+            embedding_module.grad_output_buffer,
+            embedding_module.output_layer.weight if weight is None else weight,
+            tp_group,
+        )

@@ -20,6 +20,7 @@ from minimegatron.core.tensor_parallel.sharding import (
 from minimegatron.core.transformer.late_fields import note_built
 from minimegatron.core.transformer.sharded_state import sharded_tensor
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.core.utils import HALF_DTYPES
 
 
 class MegatronModule(torch.nn.Module):
@@ -140,22 +141,20 @@ def named_saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 # -- 16-bit models --
 
 
-def _convert(value: Any, conversion: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`conversion` on every tensor of nested tuples and lists."""
-    if isinstance(value, tuple | list):
-        return type(value)(_convert(item, conversion) for item in value)
-    return conversion(value) if isinstance(value, torch.Tensor) else value
-
-
 def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """float32 tensors of nested tuples and lists converted; others (token ids, masks) as they are."""
-    return _convert(val, lambda t: float16_convertor(t) if t.dtype == torch.float32 else t)
+    if isinstance(val, tuple | list):
+        return type(val)(fp32_to_float16(item, float16_convertor) for item in val)
+    is_fp32 = isinstance(val, torch.Tensor) and val.dtype == torch.float32
+    return float16_convertor(val) if is_fp32 else val
 
 
 def float16_to_fp32(val: Any) -> Any:
     """fp16 and bf16 tensors of nested tuples and lists to float32; others as they are."""
-    half = (torch.float16, torch.bfloat16)
-    return _convert(val, lambda t: t.float() if t.dtype in half else t)
+    if isinstance(val, tuple | list):
+        return type(val)(float16_to_fp32(item) for item in val)
+    is_half = isinstance(val, torch.Tensor) and val.dtype in HALF_DTYPES
+    return val.float() if is_half else val
 
 
 class Float16Module(MegatronModule):

@@ -1,0 +1,20 @@
+"""What the last rank says.
+
+Counterpart: `megatron.training.utils`, where these names can be imported from too.
+"""
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from minimegatron.training.terminal_lines import fitted
+
+
+def is_last_rank() -> bool:
+    """True on the rank with the highest number. As usually placed, the model ends there."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def print_rank_last(message: str) -> None:
+    """Prints on the last rank only."""
+    if not dist.is_initialized() or is_last_rank():
+        tqdm.write(fitted(message))
