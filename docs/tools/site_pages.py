@@ -163,11 +163,7 @@ ROOMS = """### Rooms {#rooms}
 
 A step enters each of these parts of the package through one door, and comes back. To read the step, you
 need to know what a room does, not how.
-
-<div class="mm-modules mm-links" markdown="1">
-
-| room | what a step calls | what it does | files |
-|---|---|---|---|"""
+"""
 
 
 def _spine_tables(left: dict[str, AnnotatedPage]) -> list[str]:
@@ -185,12 +181,12 @@ def _spine_tables(left: dict[str, AnnotatedPage]) -> list[str]:
             shown = f"[`{link.module.removeprefix('minimegatron.')}`]({link.module}.md)"
             rows.append(f"| {link.number} | {shown}<br>{link.what} | {link.minutes} |")
         parts += [f"### {section}\n", head, *rows, "\n</div>\n"]
-    return [*parts, ROOMS, *map(_room_row, read_rooms()), "\n</div>\n"]
+    return [*parts, ROOMS, *map(_room_row, read_rooms()), ""]
 
 
 def _room_row(room: Room) -> str:
     files = ", ".join(f"`{file.removesuffix('.py')}`" for file in room.files)
-    return f"| {room.name} | {room.door} | {room.what} | {files} |"
+    return f"* **{room.name}**: {room.what} The door is {room.door}. {files}"
 
 
 # -- Reference --

@@ -231,7 +231,7 @@ def _place_in_spine(module: str) -> str:
     here = next((link for link in links if link.module == module), None)
     the_spine = '<a href="index.html#the-spine">the spine</a>'
     if (room := room_of(module)) is not None:
-        return f"In the room \u201c{room.name}\u201d, which {the_spine} leaves shut."
+        return f"In the room \u201c{room.name}\u201d: who reads {the_spine} may leave it shut."
     if here is None:
         return f"Second reading: not in {the_spine}, the files to read first."
     parts = [f"Link {here.number} of {len(links)} in {the_spine}, {here.minutes} minutes"]

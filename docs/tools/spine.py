@@ -134,7 +134,7 @@ def spine_rate() -> str:
 def num_entered() -> int:
     """How many of them a plain GPT's step enters, as `record_entered_files` has seen it."""
     recorded = json.loads((Path(__file__).parent / "entered_files.json").read_text())
-    return len(recorded["files"]["GPT"])
+    return len({link.file for link in read_spine()}.intersection(recorded["files"]["GPT"]))
 
 
 def write() -> None:

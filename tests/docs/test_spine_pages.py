@@ -162,7 +162,7 @@ def test_the_index_names_each_room(package):
     text = site_pages.source_index(package)
     table = text[text.index("### Rooms") : text.index("## Second reading")]
     for room in spine.read_rooms():
-        assert f"| {room.name} | {room.door} | {room.what} |" in table
+        assert f"* **{room.name}**: {room.what} The door is {room.door}. `" in table
 
 
 def test_the_index_has_every_module_once(package):
