@@ -8,6 +8,7 @@ file counts if a function of it is called in each of several steps, before the o
 that their decorators hand the call on.
 """
 
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from minimegatron.backend.channels import Connection
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.training.tiny_gpt import TinyGPT
 from tests.ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tools"))
+spine = importlib.import_module("spine")
 
 PACKAGE = f"{Path(minimegatron.__file__).parent}/"
 DECORATORS = ("core/tracing.py", "core/left_out.py")
@@ -89,9 +93,9 @@ def _way_from_schedule(frame: FrameType | None) -> list[str]:
 
 
 def to_read(ranks: list[tuple[dict[str, int], list]]) -> list[str]:
-    """The files of a step, without those behind two doors: `torch.distributed`, orders of work."""
+    """The files of a step, without those in rooms: behind `torch.distributed`, orders of work, ..."""
     files = sorted({file for entered, _ in ranks for file in entered})
-    return [file for file in files if not file.startswith(("backend/", "core/orders/"))]
+    return [file for file in files if not any(room.has(file) for room in spine.read_rooms())]
 
 
 def plumbing(files: list[str]) -> list[str]:

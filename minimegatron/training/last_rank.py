@@ -1,6 +1,6 @@
 """What the last rank says.
 
-Counterpart: `megatron.training.utils`, where these names can be imported from too.
+Counterpart: `megatron.training.utils`; the names can be imported from `training.utils` too.
 """
 
 import torch.distributed as dist

@@ -1,7 +1,6 @@
 """Losses averaged over copies of the model, for a loss function that reports means.
 
-Counterpart: `megatron.training.utils.average_losses_across_data_parallel_group`, which can be imported
-from there too.
+Counterpart: `megatron.training.utils`; the name can be imported from `training.utils` too.
 """
 
 import torch

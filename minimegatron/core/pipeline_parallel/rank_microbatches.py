@@ -1,7 +1,7 @@
 """How many microbatches of each phase this rank has, asked as Megatron asks it.
 
-Counterpart: `megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches`, which can be imported
-from `schedules` too. The schedules here ask `schedule_table` itself.
+Counterpart: `megatron.core.pipeline_parallel.schedules`; the name can be imported from `schedules` too.
+The schedules here ask `schedule_table` itself.
 """
 
 from minimegatron.core import parallel_state

@@ -13,7 +13,7 @@ import torch
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import device_is_asynchronous, get_device
 
 _MAX_DATA_DIM = 5
 
@@ -38,7 +38,7 @@ def _broadcast_sizes(
     """
     if group.size() == 1:
         return [tuple(data[key].shape) for key in keys]  # nobody to tell, and nothing to wait for
-    told = {} if sizes_vary or device.type != "cuda" else _told.setdefault(group, {})
+    told = {} if sizes_vary or not device_is_asynchronous() else _told.setdefault(group, {})
     if tuple(keys) in told:
         return _as_told(keys, data, group, told[tuple(keys)])
     table = torch.zeros(len(keys), 1 + _MAX_DATA_DIM, dtype=torch.int64)

@@ -102,7 +102,7 @@ FAULTS_AROUND_A_STEP = (
     ),
     Fault(
         "deferral-not-drained",
-        _PP + "step_frame.py",
+        _TP + "weight_grad_store.py",
         "    if is_last_stage and config.defer_embedding_wgrad_compute:\n",
         "    if False:\n",
         "The output layer's weight gradients are put off, and nobody comes back to compute them.",

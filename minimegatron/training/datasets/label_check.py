@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from minimegatron.core.datasets.utils import DataError
-from minimegatron.core.labels import label_without_logit
+from minimegatron.core.models.common.language_module.labels import label_without_logit
 
 
 def check_labels(sample: Mapping[str, torch.Tensor] | None, vocab_size: int | None) -> None:

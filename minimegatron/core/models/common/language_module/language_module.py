@@ -5,7 +5,7 @@ Counterpart: `megatron.core.models.common.language_module.language_module`.
 
 import torch
 
-from minimegatron.core.labels import label_without_logit
+from minimegatron.core.models.common.language_module.labels import label_without_logit
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
