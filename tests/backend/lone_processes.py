@@ -6,6 +6,7 @@
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
@@ -91,6 +92,10 @@ def _run_rank(seat: tuple, channel: connection.Connection, fn: Callable, args: t
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=nprocs, timeout=timedelta(minutes=5)
     )
+    # A rank that died while others still connect would fail them in there.
+    store.add("connected", 1)
+    while store.add("connected", 0) < nprocs:
+        time.sleep(0.01)
     try:
         answer = (fn(*args), "")
     except Exception as error:
