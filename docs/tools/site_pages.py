@@ -161,7 +161,7 @@ those of the [rooms](#rooms) below.
 
 ROOMS = """### Rooms {#rooms}
 
-A step enters each of these parts of the package through one door, and comes back. To read the step, you
+A step enters each of these parts of the package through a few calls, its door. To read the step, you
 need to know what a room does, not how.
 """
 

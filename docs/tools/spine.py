@@ -68,7 +68,7 @@ def read_spine() -> tuple[Link, ...]:
 
 
 class Room(NamedTuple):
-    """Files that a step enters through one door, and that a reader may leave shut."""
+    """Files that a step enters through few calls, their door, and that a reader may leave shut."""
 
     name: str
     files: list[str]

@@ -264,7 +264,7 @@ def rank_of(kind: str) -> int:
     place = ranks_set_by_hand.get(kind)
     if place is None and _state is not None:
         place = _state.places.get(kind)
-    return get_group(kind).rank() if place is None else place
+    return get_group(kind).rank() if place is None else place  # which raises: there is no group
 
 
 # -- Groups --

@@ -441,11 +441,12 @@ class Arguments:
     extra: dict[str, Any]
 
     def __post_init__(self) -> None:
+        # A step asks for many flags, many times: each name leads straight to its value.
         for section in SECTIONS:
             self.__dict__.update(vars(self.__dict__[section]))
 
     def __getattr__(self, name: str) -> Any:
-        """Reached only for names that are no flag of ours. Raises AttributeError for unknown ones."""
+        """Of `extra`, and values that Megatron has and we fix; AttributeError for another name."""
         if name.startswith("__"):
             raise AttributeError(name)
         if name in self.__dict__["extra"]:

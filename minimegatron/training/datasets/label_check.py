@@ -12,7 +12,7 @@ from minimegatron.core.models.common.language_module.labels import label_without
 
 
 def check_labels(sample: Mapping[str, torch.Tensor] | None, vocab_size: int | None) -> None:
-    """Raises DataError for one of the "labels" that counts in "loss_mask" and is no token.
+    """Raises DataError if a label is not a token of the vocabulary, though its "loss_mask" is not 0.
 
     Give `args.unpadded_vocab_size`. The rows behind it have logits too, and would learn to be
     predicted; Megatron takes such a label without a word. This is for what a loader has made, where it
