@@ -7,12 +7,14 @@ imports nothing that needs it. `launch`, `trace` and `pace` are looked up on fir
 
 import sys
 
+from minimegatron.core.left_out import RecordedModules
 from minimegatron.exports import lazily
 from minimegatron.moved import OldPaths
 
 __version__ = "0.1.0"
 
 if OldPaths not in sys.meta_path:
+    sys.meta_path.insert(0, RecordedModules)
     sys.meta_path.append(OldPaths)
 
 __getattr__, __dir__ = lazily(

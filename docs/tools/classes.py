@@ -38,7 +38,6 @@ MANAGERS = frozenset(["AbstractContextManager", "ContextManager"])
 SAME_RESULT = frozenset(
     [
         "traced",
-        "accepts_left_out",
         "staticmethod",
         "classmethod",
         "abstractmethod",

@@ -3,9 +3,9 @@
 Called by: `record_megatron`, `rosetta`; tests/conformance holds the file to the installed package.
 Calls: `rosetta`, `signatures`. Writes minimegatron/core/left_out.json.
 
-Recorded is what stands under the decorator `accepts_left_out`. rosetta.json says for which arguments
-other values than Megatron's default are taken too, and why ("taken"), and what else the refusal of
-another value says ("said").
+rosetta.json says for which of our functions and classes ("left out of"); for which arguments other
+values than Megatron's default are taken too, and why ("taken"); and what else the refusal of another
+value says ("said").
 """
 
 import ast
@@ -19,36 +19,39 @@ from package import ROOT
 from rosetta import DATA, counterpart_module
 from signatures import Argument, Definition, Source
 
+from minimegatron.core.left_out_record import split_name
+
 LEFT_OUT = ROOT / "minimegatron" / "core" / "left_out.json"
-DECORATOR = "accepts_left_out"
 
 
-def decorated(root: Path = ROOT) -> dict[str, str]:
-    """Our name of what carries the decorator, without the package's -> Megatron's name."""
+def counterparts() -> dict[str, str]:
+    """Our name of what is recorded, without the package's -> Megatron's name."""
     data = json.loads(DATA.read_text())
     found = {}
-    for path in sorted((root / "minimegatron").rglob("*.py")):
-        text = path.read_text()
-        if DECORATOR not in text:
-            continue
-        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        tree = ast.parse(text)
-        mirrored = counterpart_module(module, ast.get_docstring(tree) or "", data["modules"])
-        for symbol, node in _definitions(tree.body):
-            if any(DECORATOR in ast.unparse(x) for x in node.decorator_list):
-                name = f"{module}.{symbol}".removeprefix("minimegatron.")
-                found[name] = _counterpart(name, symbol, mirrored, data["symbols"])
+    for name in data["left out of"]:
+        module, symbol = split_name(name)
+        text = file_of(module).read_text()
+        mirrored = counterpart_module(
+            f"minimegatron.{module}", ast.get_docstring(ast.parse(text)) or "", data["modules"]
+        )
+        found[name] = _counterpart(name, symbol, mirrored, data["symbols"])
     return found
 
 
-def _definitions(body: list[ast.stmt], prefix: str = "") -> list[tuple[str, Any]]:
+def file_of(module: str) -> Path:
+    """Of a module of the package, or of a package in it."""
+    path = ROOT.joinpath("minimegatron", *module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def definitions(body: list[ast.stmt], prefix: str = "") -> list[tuple[str, Any]]:
     """Functions and classes, and those inside classes, by their qualified names."""
     found = []
     for node in body:
         if isinstance(node, Definition):
             found.append((f"{prefix}{node.name}", node))
             if isinstance(node, ast.ClassDef):
-                found += _definitions(node.body, f"{prefix}{node.name}.")
+                found += definitions(node.body, f"{prefix}{node.name}.")
     return found
 
 
@@ -71,7 +74,7 @@ def record_left_out(source: Source, old: dict[str, dict] | None = None) -> dict[
     notes = json.loads(DATA.read_text())["symbols"]
     ours = Source(ROOT)
     found = {}
-    for name, counterpart in decorated().items():
+    for name, counterpart in counterparts().items():
         theirs = source.arguments(counterpart)
         if theirs is None:
             found |= {name: old[name]} if old and name in old else {}

@@ -105,9 +105,9 @@ def _arguments_section(notes: dict[str, dict]) -> list[str]:
         f"A call may give {number} arguments of {len(recorded)} functions and classes that our "
         "signatures do not have. Their value must be the one named here, which is Megatron's default "
         "unless a reason is given. Another value raises ValueError, with the argument, its value and "
-        "the value that is taken. The decorator "
-        "[`accepts_left_out`](source/minimegatron.core.left_out.md#accepts_left_out) decides; the "
-        "arguments are recorded by `make rosetta`.\n",
+        "the value that is taken. "
+        "[`accept_left_out`](source/minimegatron.core.left_out.md#accept_left_out) decides, which "
+        "wraps them when their module is imported; the arguments are recorded by `make rosetta`.\n",
         "| function or class | arguments, and the value that is taken |\n|---|---|",
     ]
     for name, arguments in recorded.items():

@@ -1,37 +1,71 @@
 """Megatron's arguments and fields that are left out here: taken at Megatron's default, else refused.
 
 Torch-free. Megatron has no counterpart. A call written for Megatron may name an argument that our
-function does not have. `accepts_left_out` stands above a function or class whose counterpart takes
-more, and decides by left_out.json, beside this file, where Megatron's arguments and their defaults are
-recorded (`make rosetta`). Signatures and bodies then hold what is used, and nothing else. A field of a
-configuration that is left out can still be read: it has Megatron's default.
+function does not have. left_out.json, beside this file, records Megatron's arguments and their defaults
+(`make rosetta`), by the names of our functions and classes. When Python has imported a module that has
+recorded names, `accept_left_out` wraps them. Signatures and bodies then hold what is used, and nothing
+else. A field of a configuration that is left out can still be read: it has Megatron's default.
 """
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 from minimegatron.core.left_out_record import (
     default_of_field,
     known_fields,
     name_of,
+    names_by_module,
     without_left_out,
 )
+
+# -- Modules --
+
+
+class RecordedModules:
+    """Finds modules that have recorded names, as Python would; after their run, it wraps the names.
+
+    `minimegatron/__init__.py` puts it at the beginning of `sys.meta_path`.
+    """
+
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Python asks this for every module; None for all that have no recorded name."""
+        if not fullname.startswith("minimegatron.") or fullname not in names_by_module():
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _RecordedLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _RecordedLoader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        for symbol in names_by_module()[module.__name__]:
+            *owners, name = symbol.split(".")
+            owner = functools.reduce(getattr, owners, module)
+            setattr(owner, name, accept_left_out(getattr(owner, name)))
+
 
 # -- Functions and constructors --
 
 
-def accepts_left_out(target: Any) -> Any:
-    """Above a function, a method or a class: the call may name arguments that are left out.
+def accept_left_out(target: Any) -> Any:
+    """A function, a method or a class of which a call may name arguments that are left out.
 
     A call that our own signature takes goes straight to it. In any other call, arguments by position
     have Megatron's order. The record is read at the first such call.
 
     Raises, in the call:
         ValueError: an argument that is left out has a value that is not taken.
-        TypeError: as without this decorator.
+        TypeError: as without this.
     """
     if getattr(target, "takes_left_out", False):  # it does the same itself, in one call less
         return target

@@ -58,7 +58,6 @@ class Recorded:
 @functools.cache
 def record() -> dict[str, Recorded]:
     """By our own name, without the package's: `core.parallel_state.initialize_model_parallel`."""
-    symbols = json.loads(RECORD.read_text(encoding="utf-8"))["symbols"] if RECORD.exists() else {}
     return {
         name: Recorded(
             tuple(about["order"]),
@@ -67,7 +66,7 @@ def record() -> dict[str, Recorded]:
                 for argument, words in about["left out"].items()
             },
         )
-        for name, about in symbols.items()
+        for name, about in recorded_symbols().items()
     }
 
 
@@ -75,6 +74,36 @@ def _left_out(words: Any, said: str) -> LeftOut:
     if isinstance(words, dict):
         return LeftOut(tuple(words["any"]), any_value=True)
     return LeftOut(tuple(words), said=said)
+
+
+@functools.cache
+def names_by_module() -> dict[str, list[str]]:
+    """What is recorded, by module; a method is `Class.method`."""
+    found: dict[str, list[str]] = {}
+    for name in recorded_symbols():
+        module, symbol = split_name(name)
+        found.setdefault(f"minimegatron.{module}", []).append(symbol)
+    return found
+
+
+@functools.cache
+def recorded_symbols() -> dict[str, dict[str, Any]]:
+    """By our own name, without the package's, what the file says of it; nothing without the file."""
+    return json.loads(RECORD.read_text(encoding="utf-8"))["symbols"] if RECORD.exists() else {}
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The module of a recorded name, and the rest.
+
+    >>> split_name("core.rerun_state_machine.RerunStateMachine.validate_result")
+    ('core.rerun_state_machine', 'RerunStateMachine.validate_result')
+    >>> split_name("core.utils.get_model_config")
+    ('core.utils', 'get_model_config')
+    """
+    *path, owner, symbol = name.split(".")
+    if owner[0].isupper():
+        return ".".join(path), f"{owner}.{symbol}"
+    return ".".join([*path, owner]), symbol
 
 
 def name_of(target: Any) -> str:
@@ -105,8 +134,7 @@ def without_left_out(
 
 def _title(name: str) -> str:
     """What an error calls it: `get_model_config`, or `GPTModel.forward`."""
-    *_, owner, symbol = name.split(".")
-    return f"{owner}.{symbol}" if owner[0].isupper() else symbol
+    return split_name(name)[1]
 
 
 def check_left_out(owner: str, name: str, value: Any, left_out: LeftOut) -> None:

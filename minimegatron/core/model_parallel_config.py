@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from minimegatron.core import knobs
-from minimegatron.core.left_out import accepts_left_out
 
 knob = partial(knobs.knob, section="parallel")
 
@@ -36,7 +35,6 @@ def enter_hooks(config: Any, is_wanted: bool, hooks: dict[str, tuple[Callable, .
         setattr(config, name, (*others, *ours[:1]) if is_wanted else others)
 
 
-@accepts_left_out
 @dataclass
 class ModelParallelConfig:
     """Sizes of every parallel dimension, precision, and schedule hooks."""

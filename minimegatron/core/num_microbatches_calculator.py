@@ -12,7 +12,6 @@ import logging
 from abc import ABC, abstractmethod
 
 from minimegatron.core.batch_rampup import BatchRampup, rampup_arguments
-from minimegatron.core.left_out import accepts_left_out
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,6 @@ class NumMicroBatchesCalculator(ABC):
             )
 
 
-@accepts_left_out
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     """The same number at every step. Raises ValueError where the batch does not divide."""
 
@@ -109,7 +107,6 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         """Nothing changes."""
 
 
-@accepts_left_out
 class RampupBatchsizeNumMicroBatchesCalculator(BatchRampup, NumMicroBatchesCalculator):
     """A batch that grows in equal steps, each held for an equal number of samples.
 

@@ -7,7 +7,6 @@ Counterpart: `megatron.core.parallel_state`, where they stand among the others. 
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parallel_state import (
     get_data_parallel_group,
     get_global_ranks,
@@ -142,7 +141,6 @@ def _on_gloo(group: dist.ProcessGroup, title: str) -> dist.ProcessGroup:
     return group
 
 
-@accepts_left_out
 def get_data_parallel_group_gloo(with_context_parallel: bool = False) -> dist.ProcessGroup:
     """The group of `get_data_parallel_group`, for tensors on the CPU.
 
@@ -152,13 +150,11 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False) -> dist.Pr
     return _on_gloo(get_data_parallel_group(with_context_parallel), "data")
 
 
-@accepts_left_out
 def get_expert_data_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks with the same experts: the group that expert gradients are reduced over."""
     return get_group("expt_dp", check_initialized)
 
 
-@accepts_left_out
 def get_expert_data_parallel_group_gloo() -> dist.ProcessGroup:
     """As `get_data_parallel_group_gloo`, of `get_expert_data_parallel_group`."""
     return _on_gloo(get_expert_data_parallel_group(), "expert data")
@@ -167,7 +163,6 @@ def get_expert_data_parallel_group_gloo() -> dist.ProcessGroup:
 # -- Sizes --
 
 
-@accepts_left_out
 def get_expert_data_parallel_world_size() -> int:
     """Copies of each expert."""
     return size_of("expt_dp")
@@ -236,7 +231,6 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
     return rank_of("tp_ep")
 
 
-@accepts_left_out
 def get_expert_data_parallel_rank() -> int:
     """Place among the copies of our experts."""
     return rank_of("expt_dp")

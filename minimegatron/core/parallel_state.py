@@ -18,7 +18,6 @@ from functools import partial
 import torch.distributed as dist
 
 from minimegatron import backend
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.orders.placement import Placement, usual_placement
 from minimegatron.core.rank_generator import (
     DEFAULT_ORDER,
@@ -59,7 +58,6 @@ ranks_set_by_hand: dict[str, int | None] = {}
 # -- Making and freeing the groups --
 
 
-@accepts_left_out
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -285,7 +283,6 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> dist.Pr
     return get_group("pp", check_initialized)
 
 
-@accepts_left_out
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
     """The ranks with the same weights and other samples; with context parallelism, also those with
     another piece of the same sequences, which is the group that gradients are reduced over."""
@@ -310,7 +307,6 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _virtual_size
 
 
-@accepts_left_out
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """Copies of the model (times pieces of each sequence)."""
     return size_of("dp_cp" if with_context_parallel else "dp")
@@ -341,7 +337,6 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     _virtual_rank = rank
 
 
-@accepts_left_out
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     """Place in the data group: which share of the samples is ours."""
     return rank_of("dp_cp" if with_context_parallel else "dp")

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.rerun.current import get_rerun_state_machine, set_rerun_state_machine  # noqa: F401
 from minimegatron.core.rerun.data_iterator import RerunDataIterator, iterators_of  # noqa: F401
 from minimegatron.core.rerun.differences import relative_difference
@@ -41,7 +40,6 @@ from minimegatron.core.rerun.two_runs import TwoRuns
 from minimegatron.core.rerun.verdicts import ResultJudge, rank
 
 
-@accepts_left_out
 class RerunStateMachine(MachineState):
     """One per process; see `initialize_rerun_state_machine`.
 
@@ -139,7 +137,6 @@ class RerunStateMachine(MachineState):
 
     # -- Within a run --
 
-    @accepts_left_out
     def validate_result(
         self,
         result: Any,

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 import torch
 
 from minimegatron.core import parallel_state
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from minimegatron.core.transformer.zigzag import positions_of_rank, take_part
 from minimegatron.core.utils import get_attr_wrapped_model
@@ -53,7 +52,6 @@ def gather_sequence(tensor: torch.Tensor, sums_gradients: bool = True) -> torch.
     return in_order_of_ranks[back].transpose(0, 1)
 
 
-@accepts_left_out
 def get_logprobs(
     model: torch.nn.Module, tokens: torch.Tensor, position_ids: torch.Tensor, no_grad: bool = False
 ) -> torch.Tensor:
@@ -130,7 +128,6 @@ def calculate_grpo_advantages(
 # -- The loss --
 
 
-@accepts_left_out
 def calculate_grpo_loss(
     current_logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,

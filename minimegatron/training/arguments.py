@@ -23,7 +23,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.knobs import Knob
-from minimegatron.core.left_out import accepts_left_out, known_fields
+from minimegatron.core.left_out_record import known_fields
 from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.orders.orders import get_schedule
@@ -57,7 +57,6 @@ from minimegatron.training.schedule_args import samples_in
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
 
 
-@accepts_left_out
 def parse_args(
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
     *,
@@ -86,7 +85,6 @@ def parse_args(
     return complete
 
 
-@accepts_left_out
 def validate_args(args: Arguments | argparse.Namespace) -> Arguments:
     """The arguments, completed and checked; what `parse_args` returned is, and comes back as it is.
 

@@ -13,13 +13,11 @@ import shutil
 from pathlib import Path
 
 from minimegatron.core.dist_checkpointing.core import ASIDE, METADATA, REPLACED
-from minimegatron.core.left_out import accepts_left_out
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the newest complete checkpoint of a folder."""
 
 
-@accepts_left_out
 def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int) -> str:
     """The folder of one checkpoint. In Megatron, by default a file in it, which is one rank's.
 

@@ -28,7 +28,6 @@ from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
 from minimegatron.core.dist_checkpointing.meeting import await_all_ranks
 from minimegatron.core.distributed.data_parallel_base import _BaseDataParallel
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer.optimizer import ParamShard
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -64,7 +63,6 @@ from minimegatron.training.utils import print_rank_0
 # -- Saving --
 
 
-@accepts_left_out
 def save_checkpoint(
     iteration: int,
     model: list[torch.nn.Module],
@@ -251,7 +249,6 @@ def _on_first_rank(action: Callable[[], Any]) -> None:
 # -- Loading --
 
 
-@accepts_left_out
 def load_checkpoint(
     ddp_model: list[torch.nn.Module],
     optimizer: MegatronOptimizer,

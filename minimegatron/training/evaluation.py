@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tracing import traced
 from minimegatron.training.global_vars import (
@@ -33,7 +32,6 @@ from minimegatron.training.utils import (
 )
 
 
-@accepts_left_out
 @traced("evaluate")
 def evaluate(
     forward_step_func: Callable,
@@ -118,7 +116,6 @@ def _untimed(config: ModelParallelConfig) -> Iterator[None]:
         config.timers = timers
 
 
-@accepts_left_out
 def evaluate_and_print_results(
     prefix: str,
     forward_step_func: Callable,

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from minimegatron.core.datasets.atomic_file import writing
 from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
 from minimegatron.core.full_cuda_graph import destroy_full_cuda_graphs
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -34,7 +33,6 @@ class _Globals:
 _globals = _Globals()
 
 
-@accepts_left_out
 def set_global_variables(args: Arguments) -> None:
     """Builds them all from the arguments. Raises RuntimeError if they are set already."""
     if _globals.args is not None:

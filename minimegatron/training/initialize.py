@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.utils import device_is_asynchronous
 from minimegatron.doctor.session import watch_ranks
 from minimegatron.exports import lazily
@@ -36,7 +35,6 @@ __getattr__, __dir__ = lazily(
 )
 
 
-@accepts_left_out
 def initialize_megatron(
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,

@@ -13,7 +13,6 @@ from minimegatron.core.distributed import (
     TorchDistributedDataParallel,
 )
 from minimegatron.core.enums import ModelType
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter_marks import restore_marks
@@ -26,7 +25,6 @@ from minimegatron.training.global_vars import get_args
 from minimegatron.training.schedule_args import schedule_settings
 
 
-@accepts_left_out
 def setup_model_and_optimizer(
     model_provider_func: Callable[..., torch.nn.Module],
     model_type: ModelType = ModelType.encoder_or_decoder,
@@ -42,7 +40,6 @@ def setup_model_and_optimizer(
     return model, optimizer, opt_param_scheduler
 
 
-@accepts_left_out
 def get_model(
     model_provider_func: Callable[..., torch.nn.Module],
     model_type: ModelType = ModelType.encoder_or_decoder,

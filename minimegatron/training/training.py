@@ -23,7 +23,6 @@ import torch
 from minimegatron.core import parallel_state
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
 from minimegatron.core.enums import ModelType
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -88,7 +87,6 @@ __all__ = [
 NOTHING_TO_DO = "nothing is trained: no iterations are left, or the provider gave no training data"
 
 
-@accepts_left_out
 def pretrain(
     train_valid_test_dataset_provider: Callable[..., tuple],
     model_provider: Callable[..., torch.nn.Module],
@@ -210,7 +208,6 @@ def _iterators_of_all_chunks(provider: Callable[..., tuple], num_chunks: int) ->
     return tuple(list(of_split) for of_split in zip(*per_chunk, strict=True))
 
 
-@accepts_left_out
 def train(
     forward_step_func: Callable[..., tuple],
     model: list[torch.nn.Module],
@@ -328,7 +325,6 @@ def _connect_schedule(
         config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
 
 
-@accepts_left_out
 @traced("train-step")
 def train_step(
     forward_step_func: Callable[..., tuple],

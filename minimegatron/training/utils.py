@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.datasets.utils import DataError
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.part_of_batch import get_batch_on_this_cp_rank  # noqa: F401
 from minimegatron.core.utils import get_device
@@ -29,7 +28,6 @@ from minimegatron.training.terminal_lines import fitted
 # -- Printing --
 
 
-@accepts_left_out
 def print_rank_0(message: str) -> None:
     """Prints on rank 0 only, above the progress bar if there is one."""
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -192,7 +190,6 @@ def batch_keys(vp_stage: int | None = None, needed: BatchKeys = GPT_BATCH_KEYS) 
     return list(dict.fromkeys(key for keys in rows for key in keys))
 
 
-@accepts_left_out
 def get_batch_on_this_tp_rank(
     data_iterator: Iterator | None,
     vp_stage: int | None = None,

@@ -88,7 +88,7 @@ DIFFERENT = [
 
 def test_every_note_is_of_a_symbol_that_exists(entries):
     known = {entry.name.removeprefix("minimegatron.") for entry in entries}
-    known |= set(record_left_out.decorated())
+    known |= set(record_left_out.counterparts())
     known |= {name for name, _ in pairs(entries, signatures.Source(ROOT))}
     assert not set(json.loads(rosetta.DATA.read_text())["symbols"]) - known
 
@@ -164,7 +164,7 @@ def test_f3_fields_that_are_left_out_read_as_the_installed_ones(config, module):
 def test_an_argument_is_taken_or_the_reason_is_given(entries):
     """No function or method lacks Megatron's arguments without the door, or a word in rosetta.json."""
     theirs, ours = installed()[0], signatures.Source(ROOT)
-    door, notes = record_left_out.decorated(), json.loads(rosetta.DATA.read_text())["symbols"]
+    door, notes = record_left_out.counterparts(), json.loads(rosetta.DATA.read_text())["symbols"]
     lacking = {}
     for name, counterpart in pairs(entries, ours):
         own, other = ours.arguments(f"minimegatron.{name}"), theirs.arguments(counterpart)
@@ -181,7 +181,7 @@ def test_positions_are_megatrons(entries):
     theirs, ours = installed()[0], signatures.Source(ROOT)
     notes = json.loads(rosetta.DATA.read_text())["symbols"]
     wrong = []
-    for name, counterpart in [*pairs(entries, ours), *record_left_out.decorated().items()]:
+    for name, counterpart in [*pairs(entries, ours), *record_left_out.counterparts().items()]:
         own, other = ours.arguments(f"minimegatron.{name}"), theirs.arguments(counterpart)
         found = ours.find(f"minimegatron.{name}")
         if own is None or other is None or found and found.kind == "record":
@@ -203,7 +203,7 @@ def pairs(entries, ours) -> list[tuple[str, str]]:
         short = entry.name.removeprefix("minimegatron.")
         found.append((short, entry.counterpart))
         if entry.kind == "class":
-            body = dict(record_left_out._definitions(ours.tree(entry.module).body))
+            body = dict(record_left_out.definitions(ours.tree(entry.module).body))
             methods = [x.rpartition(".")[2] for x in body if x.startswith(f"{entry.symbol}.")]
             found += [(f"{short}.{x}", f"{entry.counterpart}.{x}") for x in methods if x[0] != "_"]
     return found

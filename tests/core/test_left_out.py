@@ -6,6 +6,8 @@ import importlib
 import inspect
 import pickle
 import re
+import runpy
+from importlib.machinery import SourceFileLoader
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
 )
 from minimegatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from minimegatron.core.datasets.megatron_tokenizer import ByteLevelTokenizer
-from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.left_out import RecordedModules, accept_left_out
 from minimegatron.core.left_out_record import LeftOut, Recorded
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.transformer.enums import AttnBackend
@@ -83,7 +85,7 @@ def test_positions_are_megatrons():
 def recorded(monkeypatch):
     """A function `area(width, height, *, depth)`; Megatron's has `unit` second, and `frame` last."""
 
-    @accepts_left_out
+    @accept_left_out
     def area(width, *, height=1, depth=1):
         return width, height, depth
 
@@ -131,7 +133,7 @@ def test_what_megatron_refuses_too_is_pythons_to_say(recorded):
 
 
 def test_a_subclass_passes_what_is_left_out_to_its_base(recorded):
-    @accepts_left_out
+    @accept_left_out
     class Base:
         def __init__(self, size):
             self.size = size
@@ -212,3 +214,29 @@ def test_f5_what_means_the_same_is_taken(config):
     for name in ("multiple_validation_sets", "full_validation"):
         with pytest.raises(ValueError, match=f"{name} is True, .* leave it at None or False"):
             config(**known, **{name: True})
+
+
+# -- Modules --
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_what_is_recorded_is_wrapped_when_its_module_is_imported(name):
+    target = resolve(name)
+    function = target.__init__ if isinstance(target, type) else target
+    assert hasattr(function, "__wrapped__")
+
+
+def test_a_module_is_found_as_before_but_for_its_loader():
+    module = importlib.import_module("minimegatron.core.num_microbatches_calculator")
+    spec = module.__spec__
+    assert isinstance(spec.loader, SourceFileLoader) and spec.has_location
+    assert spec.origin == module.__file__ and spec.cached.endswith(".pyc")
+    assert inspect.getsource(module).startswith('"""')
+    assert RecordedModules.find_spec("minimegatron.core.tracing") is None
+    assert RecordedModules.find_spec("minimegatron.core.utils", ["/no/such/folder"]) is None
+
+
+def test_a_program_of_a_recorded_module_runs():
+    """`python -m` asks the loader for code."""
+    name = "minimegatron.core.num_microbatches_calculator"
+    assert runpy.run_module(name, run_name="program")["NumMicroBatchesCalculator"]

@@ -16,13 +16,11 @@ from minimegatron.core.datasets.masked_dataset import (
     MaskedWordPieceDatasetConfig,
     Run,
 )
-from minimegatron.core.left_out import accepts_left_out
 
 SHOWN_AS_MASK = 0.8
 """Of the hidden tokens, this share is [MASK]; half of the others is a random token, half stays."""
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
     """What a sample asks for besides its hidden words."""

@@ -11,7 +11,6 @@ from itertools import accumulate
 
 from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
 from minimegatron.core.datasets.utils import Blend, Split, normalize
-from minimegatron.core.left_out import accepts_left_out
 
 Span = tuple[float, float]
 """Where a split begins and ends in a corpus, as fractions of its sequences."""
@@ -20,7 +19,6 @@ MOCK_SPLIT = "1,1,1"
 """How made-up data is divided, whatever `split` says; as in Megatron."""
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class BlendedMegatronDatasetConfig:
     """Either one `blend` that `split` divides, or `blend_per_split`; with neither, made-up data."""
@@ -94,7 +92,6 @@ def parse_and_normalize_split(split: str) -> list[float]:
     return normalize(shares + [0.0] * (len(Split) - len(shares)))
 
 
-@accepts_left_out
 def convert_split_vector_to_split_matrix(vector_a: Sequence[float]) -> list[Span | None]:
     """Shares to spans: `[0.5, 0, 0.5]` becomes `[(0, 0.5), None, (0.5, 1)]`."""
     ends = list(accumulate(vector_a, initial=0))

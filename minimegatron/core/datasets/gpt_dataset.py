@@ -24,7 +24,6 @@ from minimegatron.core.datasets.index_cache import cached_arrays
 from minimegatron.core.datasets.indexed_dataset import IndexedDataset, open_tokens
 from minimegatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
 from minimegatron.core.datasets.utils import DataError, Split
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.exports import lazily
 
 __getattr__, __dir__ = lazily(
@@ -43,7 +42,6 @@ LAST_EPOCH_THRESHOLD = 0.80
 """A last epoch that gives a smaller share of its samples than this is shuffled apart."""
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """What one sample holds besides its tokens."""

@@ -28,7 +28,6 @@ import numpy
 
 from minimegatron.core.datasets.atomic_file import AtomicFile
 from minimegatron.core.datasets.utils import DataError
-from minimegatron.core.left_out import accepts_left_out
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"
 _PREAMBLE = struct.Struct("<9sQBQQ")
@@ -225,7 +224,6 @@ class _IndexReader:
             raise self._corrupt("its document table decreases")
 
 
-@accepts_left_out
 class IndexedDataset:
     """Sequences of tokens at `path_prefix.bin` and `.idx`.
 

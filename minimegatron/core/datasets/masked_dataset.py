@@ -20,7 +20,6 @@ from minimegatron.core.datasets.indexed_dataset import IndexedDataset, open_toke
 from minimegatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
 from minimegatron.core.datasets.utils import DataError, Split
 from minimegatron.core.datasets.wordpiece_tokenizer import BertWordPieceTokenizer
-from minimegatron.core.left_out import accepts_left_out
 
 IGNORED = -1
 """The label of a token that nobody has to guess."""
@@ -40,7 +39,6 @@ class LowLevelSentences(LowLevelDataset, Protocol):
         """The first sentence of each document, and the number of sentences at the end."""
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     """How much is hidden, and in what pieces."""

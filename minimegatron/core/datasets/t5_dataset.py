@@ -20,13 +20,11 @@ from minimegatron.core.datasets.masked_dataset import (
     Run,
     max_hidden_tokens,
 )
-from minimegatron.core.left_out import accepts_left_out
 
 NUM_SPECIAL_TOKENS = 2
 """The text is that much shorter than the encoder's sequence, as in Megatron."""
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
     """Two lengths."""

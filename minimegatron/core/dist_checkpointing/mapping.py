@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.sharding import full_shape, is_cut, section_sizes
 
 StateDict = dict[str, Any]
@@ -34,7 +33,6 @@ ReplicaId = int | tuple[int, ...]
 """0, or zeros only, for the copy that is saved."""
 
 
-@accepts_left_out
 class ShardedTensor:
     """`data` is the box at `global_offset` of the tensor `key` of the whole model.
 
@@ -159,7 +157,6 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
-@accepts_left_out
 @dataclass
 class ShardedTensorFactory:
     """A tensor that is several tensors, or several boxes, in a checkpoint.

@@ -51,7 +51,6 @@ from minimegatron.core.dist_checkpointing.storage import (
     read_metadata,
     tensors_of,
 )
-from minimegatron.core.left_out import accepts_left_out
 
 STRATEGY = ("torch_dist", 1)
 """Megatron's name of what torch.distributed.checkpoint plans; the files are ours (see `storage`)."""
@@ -59,7 +58,6 @@ STRATEGY = ("torch_dist", 1)
 # -- Nested dicts --
 
 
-@accepts_left_out
 def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
     """Writes a checkpoint of nested dicts and lists. When it returns, it is complete and on disk.
 
@@ -85,7 +83,6 @@ def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> No
     _write(tensors_in(tree), common, Path(checkpoint_dir))
 
 
-@accepts_left_out
 def load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
     """Fills the tensors of `sharded_state_dict`, in place, from a checkpoint of any layout.
 
@@ -203,7 +200,6 @@ def load_tensors(sharded_tensors: Iterable[ShardedTensor], checkpoint_dir: str |
         raise CheckpointingException(f"cannot load {folder}: {_reason(error)}") from None
 
 
-@accepts_left_out
 def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
     """{key: whole tensor} of every tensor that the checkpoint holds, on the device "meta".
 

@@ -37,7 +37,6 @@ from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
 )
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.weight_grad_store import (
@@ -316,7 +315,6 @@ class DistributedDataParallel(_BaseDataParallel):
             for group in self.all_bucket_groups:
                 group.raise_for_noted_grads()
 
-    @accepts_left_out
     def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
         """Launches the gathering of parameters, where the optimizer has updated shards of them.
 

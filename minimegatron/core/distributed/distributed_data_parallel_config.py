@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from minimegatron.core import knobs
-from minimegatron.core.left_out import accepts_left_out
 
 knob = partial(knobs.knob, section="gradients")
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class DistributedDataParallelConfig:
     """How gradients are stored, when they are summed over data-parallel ranks, and how."""

@@ -25,7 +25,6 @@ from minimegatron.core.distributed.data_parallel_base import (
     placement_over,
     refuse_unscaled_loss,
 )
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tracing import traced
@@ -47,7 +46,6 @@ def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     )
 
 
-@accepts_left_out
 @traced("non-tensor-parallel-grads-all-reduce")
 def _allreduce_non_tensor_model_parallel_grads(
     model: list[torch.nn.Module],
@@ -83,7 +81,6 @@ def _allreduce_non_tensor_model_parallel_grads(
             grad.copy_(summed.view(grad.shape))
 
 
-@accepts_left_out
 @traced("embedding-grads-all-reduce")
 def _allreduce_word_embedding_grads(
     model: list[torch.nn.Module],
@@ -138,7 +135,6 @@ def _allreduce_word_embedding_grads(
             other.copy_(grad)
 
 
-@accepts_left_out
 @traced("position-embedding-grads-all-reduce")
 def _allreduce_position_embedding_grads(
     model: list[torch.nn.Module], *, pos_emb_group: dist.ProcessGroup | None

@@ -23,7 +23,6 @@ from minimegatron.core.distributed.setup_checks import (
     note_saved_buffers,
     refuse_shared_weights,
 )
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
@@ -125,7 +124,6 @@ def _check_wrappers(config: OptimizerConfig, model_chunks: list[torch.nn.Module]
                 )
 
 
-@accepts_left_out
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: list[torch.nn.Module],

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.utils import device_is_asynchronous, get_device
 
 NORM_BLOCK = 1 << 16
@@ -89,7 +88,6 @@ def get_grad_norm_fp32(
     return _reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM) ** (1.0 / norm_type)
 
 
-@accepts_left_out
 @torch.no_grad()
 def clip_grad_by_total_norm_fp32(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float
@@ -103,7 +101,6 @@ def clip_grad_by_total_norm_fp32(
         torch._foreach_mul_(grads, coefficient)
 
 
-@accepts_left_out
 @torch.no_grad()
 def count_zeros_fp32(
     parameters: Iterable[torch.Tensor] | torch.Tensor,

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import get_main_grad
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
     count_zeros_fp32,
@@ -379,7 +378,6 @@ class MegatronOptimizer(OptimizerState, ABC):
             of_model = [shard.model_data() for shard in copies]
             torch._foreach_copy_(of_model, [shard.main_param for shard in copies])
 
-    @accepts_left_out
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Makes the main copies follow the model, whose weights somebody else has set.

@@ -10,14 +10,12 @@ from typing import Literal
 import torch
 
 from minimegatron.core import knobs
-from minimegatron.core.left_out import accepts_left_out
 
 knob = partial(knobs.knob, section="optimization")
 loss_scale_knob = partial(knobs.knob, section="precision")
 gradient_knob = partial(knobs.knob, section="gradients")
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Update rule, precision, loss scale, clipping."""
@@ -99,13 +97,11 @@ class OptimizerConfig:
             raise ValueError("overlap_param_gather needs use_distributed_optimizer; turn it on")
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class AdamOptimizerConfig(OptimizerConfig):
     """`OptimizerConfig`, under the name that Megatron gives it where Adam is meant."""
 
 
-@accepts_left_out
 @dataclass(frozen=True)
 class SGDOptimizerConfig(OptimizerConfig):
     """`OptimizerConfig` whose update rule is sgd unless another is given."""

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.loops import one_stage_in_pairs
 from minimegatron.core.pipeline_parallel.p2p_communication import Shape  # noqa: F401  Megatron's
@@ -300,7 +299,6 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@accepts_left_out
 @traced("combined-step", _describe)
 def combined_forward_backward_step(
     forward_step_func: Callable,

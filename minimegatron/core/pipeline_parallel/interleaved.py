@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.orders.orders import require_usual_placement
 from minimegatron.core.orders.send_limits import get_interleaved_send_limit
 from minimegatron.core.pipeline_parallel.combined_1f1b import CombinedSteps
@@ -32,7 +31,6 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import config_of_run, get_model_config
 
 
-@accepts_left_out
 @framed_schedule
 def forward_backward_pipelining_with_interleaving(
     *,

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.pipeline_parallel.steps import run_backward
 from minimegatron.core.utils import get_device
 
@@ -47,7 +46,6 @@ def _outside_autocast() -> contextlib.AbstractContextManager:
     return torch.autocast(device, enabled=False)
 
 
-@accepts_left_out
 class ScheduleNode:
     """A piece that computes.
 

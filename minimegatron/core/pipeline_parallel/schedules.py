@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from minimegatron.core import parallel_state
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.orders.orders import require_usual_placement
 from minimegatron.core.orders.planned_schedule import get_named_forward_backward_func
@@ -140,7 +139,6 @@ def get_forward_backward_func(
     return get_named_forward_backward_func(pipeline_schedule)
 
 
-@accepts_left_out
 @framed_schedule
 def forward_backward_no_pipelining(
     *,
@@ -184,7 +182,6 @@ _ON_ONE_STAGE = {False: no_pipelining, True: run_on_one_stage}
 """By whether each forward hides the all-to-alls of a backward, and the other way."""
 
 
-@accepts_left_out
 @framed_schedule
 def forward_backward_pipelining_without_interleaving(
     *,

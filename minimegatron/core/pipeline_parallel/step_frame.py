@@ -476,7 +476,7 @@ def schedule(
 
     `name` tells observers which schedule it is, where the function's own name does not;
     `describe_more` maps the call's arguments to what else they are told. See `framed_schedule` for
-    `is_framed`. Megatron's arguments that are left out are taken as `accepts_left_out` does.
+    `is_framed`. Megatron's arguments that are left out are taken as `accept_left_out` does.
     """
     named = {} if name is None else {"schedule": name}
 

@@ -6,7 +6,6 @@ Counterpart: `megatron.core.ssm.mamba_block`.
 from dataclasses import dataclass
 from typing import Any
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, allocate_layers
 from minimegatron.core.transformer.spec_utils import ModuleSpec
@@ -20,7 +19,6 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
-@accepts_left_out
 @dataclass
 class MambaStackSubmodules:
     """The spec of each kind of layer."""
@@ -30,7 +28,6 @@ class MambaStackSubmodules:
     mlp_layer: ModuleSpec | type | None = None
 
 
-@accepts_left_out
 class MambaStack(TransformerBlock):
     """A `TransformerBlock` whose layers a pattern chooses; all else is the same.
 

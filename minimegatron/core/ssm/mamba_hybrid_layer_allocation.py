@@ -3,8 +3,6 @@
 Counterpart: `megatron.core.ssm.mamba_hybrid_layer_allocation`.
 """
 
-from minimegatron.core.left_out import accepts_left_out
-
 
 class Symbols:
     """The letters, one per layer."""
@@ -26,7 +24,6 @@ LEFT_OUT = {
 """Letters of other releases of Megatron."""
 
 
-@accepts_left_out
 def allocate_layers(total_layers_count: int, *, override_pattern: str | None = None) -> list[str]:
     """The letters of all layers, the first one's first; Mamba for all without a pattern.
 

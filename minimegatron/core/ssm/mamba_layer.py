@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
@@ -18,7 +17,6 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import bias_dropout_add
 
 
-@accepts_left_out
 @dataclass
 class MambaLayerSubmodules:
     """The specs of the norm and of the mixer."""
@@ -31,7 +29,6 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"layer": arguments["self"].layer_number}
 
 
-@accepts_left_out
 class MambaLayer(MegatronModule):
     """x + mixer(norm(x)). To a block it looks like a `TransformerLayer`, whose arguments it takes."""
 
@@ -62,7 +59,6 @@ class MambaLayer(MegatronModule):
             pg_collection=pg_collection,
         )
 
-    @accepts_left_out
     @traced("layer-forward", _describe)
     def forward(
         self,

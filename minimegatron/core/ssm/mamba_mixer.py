@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.ssm.mamba_config import check_mamba, sizes_of_mamba
@@ -96,7 +95,6 @@ class RMSNormGated(torch.nn.Module):
         return (normed * self.weight.to(dtype)).to(self.weight.dtype)
 
 
-@accepts_left_out
 class MambaMixer(MegatronModule):
     """A Mamba-2 mixer. A rank has n/t heads and G/t groups.
 
@@ -173,7 +171,6 @@ class MambaMixer(MegatronModule):
         )
         note_marks(self)
 
-    @accepts_left_out
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[s, b, h] -> ([s, b, h], no bias); [s/t, b, h] each with sequence parallelism.
 

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 
 
-@accepts_left_out
 def linear_with_frozen_weight(
     input: torch.Tensor,
     weight: torch.Tensor,

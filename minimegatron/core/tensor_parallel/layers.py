@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core import collectives
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.tensor_parallel.frozen_weight import linear_with_frozen_weight
@@ -268,7 +267,6 @@ def mark_expert_parameters(layer: torch.nn.Module, is_expert: bool) -> None:
     note_marks(layer)
 
 
-@accepts_left_out
 class ColumnParallelLinear(torch.nn.Module):
     """Y = X W^T + bias with W's rows cut: rank r computes output features [r n/t, (r+1) n/t).
 
@@ -408,7 +406,6 @@ class ColumnParallelLinear(torch.nn.Module):
             store_of(self.weight, self._sequence_group).backward_dw(self.weight)
 
 
-@accepts_left_out
 class RowParallelLinear(torch.nn.Module):
     """Y = X W^T + bias with W's columns cut: rank r's product is one term of the sum Y.
 

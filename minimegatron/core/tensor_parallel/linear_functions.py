@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel import layers
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
 
 
-@accepts_left_out
 def linear_with_grad_accumulation_and_async_allreduce(
     input: torch.Tensor,
     weight: torch.Tensor,

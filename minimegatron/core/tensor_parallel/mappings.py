@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.utils import (
     divide,
     get_tensor_model_parallel_group_if_none,
@@ -293,7 +292,6 @@ def scatter_to_sequence_parallel_region(
     return _apply(_ScatterToSequenceParallelRegion, input_, group)
 
 
-@accepts_left_out
 def gather_from_sequence_parallel_region(
     input_: torch.Tensor,
     tensor_parallel_output_grad: bool = True,
@@ -310,7 +308,6 @@ def gather_from_sequence_parallel_region(
     return _apply(_GatherFromSequenceParallelRegion, input_, group, *options)
 
 
-@accepts_left_out
 def reduce_scatter_to_sequence_parallel_region(
     input_: torch.Tensor,
     group: Any | None = None,

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
 from minimegatron.core.utils import get_device, unwrap_model
 from minimegatron.exports import lazily
@@ -80,7 +79,6 @@ def _manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-@accepts_left_out
 class CudaRNGStatesTracker:
     """Named states of the default generator, exchanged for it within `fork`."""
 
@@ -151,13 +149,11 @@ class CudaRNGStatesTracker:
 _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
 
 
-@accepts_left_out
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """This process's tracker."""
     return _CUDA_RNG_STATE_TRACKER
 
 
-@accepts_left_out
 def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
     """Seeds a GPU's default generator and the tracker's two states, the model-parallel one by rank too.
 

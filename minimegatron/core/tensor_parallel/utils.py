@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives, parallel_state
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.utils import divide
 
 
-@accepts_left_out
 def get_tensor_model_parallel_group_if_none(tp_group: Any | None, is_expert: bool = False) -> Any:
     """`tp_group`, or for None this rank's tensor-parallel group of `parallel_state`, or an expert's.
 
@@ -74,7 +72,6 @@ class VocabUtility:
 # Recompute may keep only 1/t of a layer's input per rank: all ranks hold the same one anyway.
 
 
-@accepts_left_out
 def split_tensor_into_1d_equal_chunks(
     tensor: torch.Tensor, *, tp_group: Any = None
 ) -> torch.Tensor:
@@ -92,7 +89,6 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any = None) -> torch.
     return gathered
 
 
-@accepts_left_out
 def make_viewless_tensor(inp: torch.Tensor) -> torch.Tensor:
     """`inp`, or a copy of it if it is a view of another tensor.
 

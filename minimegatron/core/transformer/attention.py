@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.recompute import checkpoint
 from minimegatron.core.transformer.context_parallel_groups import options_of_core
@@ -45,7 +44,6 @@ class SelfAttentionSubmodules:
     k_layernorm: Any = None
 
 
-@accepts_left_out
 class SelfAttention(MegatronModule):
     """Multi-head self-attention over [s, b, h].
 
@@ -119,7 +117,6 @@ class SelfAttention(MegatronModule):
         self.q_layernorm = build_module(submodules.q_layernorm, config, width, **options)
         self.k_layernorm = build_module(submodules.k_layernorm, config, width, **options)
 
-    @accepts_left_out
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,7 +132,6 @@ class SelfAttention(MegatronModule):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
 
-    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.recompute import checkpoint
 from minimegatron.core.transformer.context_parallel_groups import options_of_core
@@ -30,7 +29,6 @@ class CrossAttentionSubmodules:
     linear_proj: ModuleSpec | type | None = None
 
 
-@accepts_left_out
 class CrossAttention(MegatronModule):
     """Multi-head attention of [s, b, h] over a context [s', b, h].
 
@@ -101,7 +99,6 @@ class CrossAttention(MegatronModule):
             tp_group=tp_group,
         )
 
-    @accepts_left_out
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +110,6 @@ class CrossAttention(MegatronModule):
         key, value = mixed.view(*mixed.shape[:2], self.heads, 2 * width).split(width, dim=3)
         return query, key, value
 
-    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from minimegatron.core.transformer.attention_masks import (
@@ -30,7 +29,6 @@ from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
-@accepts_left_out
 class DotProductAttention(MegatronModule):
     """Attention proper, without projections; it has no parameters.
 
@@ -93,7 +91,6 @@ class DotProductAttention(MegatronModule):
             return contextlib.nullcontext()
         return get_cuda_rng_tracker().fork()
 
-    @accepts_left_out
     def forward(
         self,
         query: torch.Tensor,

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
-@accepts_left_out
 @dataclass
 class MLPSubmodules:
     """The specs of the MLP's two projections."""
@@ -27,7 +25,6 @@ class MLPSubmodules:
     linear_fc2: ModuleSpec | type | None = None
 
 
-@accepts_left_out
 class MLP(MegatronModule):
     """act(x W1 + b1) W2; with `config.gated_linear_unit`, (act(x Wg) * (x Wu)) W2.
 

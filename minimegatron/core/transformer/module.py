@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.parameter_marks import note_marks, restore_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
@@ -51,7 +50,6 @@ class MegatronModule(torch.nn.Module):
         """
         return name
 
-    @accepts_left_out
     def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
         """Every weight and saved buffer by its name here, as `dist_checkpointing` takes it.
 

@@ -14,7 +14,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from minimegatron.core.collectives import all_reduce
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.transformer.enums import LayerType
@@ -137,7 +136,6 @@ class MTPLossLoggingHelper:
             tracker["values"] /= tracker["avg_group"].size()
 
     @staticmethod
-    @accepts_left_out
     def track_mtp_metrics(
         loss_scale: float,
         iteration: int,

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from minimegatron.core.collectives import all_gather, all_reduce
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.mappings import (
@@ -75,7 +74,6 @@ def mtp_on_this_rank(
 # -- One token further --
 
 
-@accepts_left_out
 def roll_tensor(
     tensor: torch.Tensor, shifts: int = -1, dims: int = -1, cp_group: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,7 +197,6 @@ class MultiTokenPredictionLayer(MegatronModule):
         )
         self.final_layernorm = build_module(submodules.layer_norm, config=config, **size)
 
-    @accepts_left_out
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -324,7 +321,6 @@ class MultiTokenPredictionBlock(MegatronModule):
                 f"{config.mtp_num_layers}; one chunk builds all of them"
             )
 
-    @accepts_left_out
     def forward(
         self,
         input_ids: torch.Tensor,

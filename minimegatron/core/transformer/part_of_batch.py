@@ -6,12 +6,10 @@ Counterpart: `megatron.core.utils.get_batch_on_this_cp_rank`, which can be impor
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.zigzag import take_part
 
 
-@accepts_left_out
 def get_batch_on_this_cp_rank(
     batch: dict[str, torch.Tensor | None], cp_group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor | None]:

@@ -7,11 +7,9 @@ it is here, and can be imported from there too.
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.transformer.zigzag import take_part
 
 
-@accepts_left_out
 def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     """Turns feature pair k of position i by the angle `freqs[i, ..., k]`.
 

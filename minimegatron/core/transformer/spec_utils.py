@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimegatron.core.left_out import accepts_left_out
 
-
-@accepts_left_out
 @dataclass
 class ModuleSpec:
     """`module(**params, submodules=submodules, ...)`, not called yet."""

@@ -11,7 +11,6 @@ are one term of a sum over tensor-parallel ranks. `param.sequence_parallel = Tru
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
@@ -40,7 +39,6 @@ class RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(input, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
 
 
-@accepts_left_out
 def WrappedTorchNorm(
     config: TransformerConfig,
     hidden_size: int,

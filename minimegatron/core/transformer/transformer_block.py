@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import (
     ProcessGroupCollection,
     num_stages_of,
@@ -166,7 +165,6 @@ class TransformerBlock(MegatronModule):
         """What the previous stage sent; `forward` uses it unless this is the first chunk."""
         self.input_tensor = input_tensor
 
-    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor | None,

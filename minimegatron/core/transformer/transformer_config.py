@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core import knobs, schedule_of_config  # noqa: F401  the second enters its check
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.ssm.mamba_config import MambaConfig
 from minimegatron.core.transformer.context_parallel_config import check_context_parallel
@@ -28,7 +27,6 @@ def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return partial(torch.nn.init.normal_, mean=0.0, std=sigma)
 
 
-@accepts_left_out
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable:
     """N(0, sigma^2 / 2L): each layer adds twice to the residual stream, so its writes shrink."""
     return partial(torch.nn.init.normal_, mean=0.0, std=sigma / (2.0 * num_layers) ** 0.5)
@@ -39,7 +37,6 @@ compared = partial(knob, compared=True)
 place = partial(knobs.knob, section="parallel")
 
 
-@accepts_left_out
 @dataclass
 class TransformerConfig(LateFields, MambaConfig, MoEConfig, ModelParallelConfig):
     """Sizes, activation, normalisation, dropout and recompute of one transformer.

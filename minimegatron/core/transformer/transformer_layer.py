@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
@@ -19,7 +18,6 @@ from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module, t
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
-@accepts_left_out
 @dataclass
 class TransformerLayerSubmodules:
     """The specs of a layer's parts and the norm before each; most layers have no cross attention."""
@@ -123,7 +121,6 @@ class TransformerLayer(MegatronModule):
         if hasattr(self.mlp, "set_layer_number"):
             self.mlp.set_layer_number(self.layer_number)
 
-    @accepts_left_out
     @traced("layer-forward", _describe)
     def forward(
         self,

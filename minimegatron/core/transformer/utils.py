@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.layers import InitMethod
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 
 
-@accepts_left_out
 def get_linear_layer(
     rows: int,
     columns: int,

@@ -8,7 +8,6 @@ from typing import Any
 from minimegatron.core.datasets import megatron_tokenizer
 from minimegatron.core.datasets.megatron_tokenizer import NullTokenizer as _NullTokenizer
 from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE, build_wordpiece
-from minimegatron.core.left_out import accepts_left_out
 
 
 def build_tokenizer(args: Any) -> megatron_tokenizer.MegatronTokenizer:
@@ -38,7 +37,6 @@ def vocab_size_with_padding(
     return -(-vocab_size // multiple) * multiple
 
 
-@accepts_left_out
 def _vocab_size_with_padding(orig_vocab_size: int, args: Any) -> int:
     """`vocab_size_with_padding` by the arguments of a run, as programs for Megatron call it."""
     return vocab_size_with_padding(

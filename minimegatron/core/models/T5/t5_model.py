@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
 )
@@ -40,7 +39,6 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 POSITIONS = ("learned_absolute", "rope", "relative", "none")
 
 
-@accepts_left_out
 class T5LMHead(MegatronModule):
     """The decoder's output as scores of the vocabulary; a tied head has a bias of its own.
 
@@ -99,7 +97,6 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"chunk": 0, "layers": sum(stack.num_layers_per_pipeline_rank for stack in stacks)}
 
 
-@accepts_left_out
 class T5Model(LanguageModule):
     """An encoder-decoder language model.
 
@@ -305,7 +302,6 @@ class T5Model(LanguageModule):
 
     # -- Forward --
 
-    @accepts_left_out
     @traced("model-forward", _describe)
     def forward(
         self,

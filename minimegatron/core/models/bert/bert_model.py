@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.bert.bert_lm_head import BertLMHead
 from minimegatron.core.models.bert.pooler import Pooler
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
@@ -43,7 +42,6 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"chunk": model.vp_stage or 0, "layers": model.encoder.num_layers_per_pipeline_rank}
 
 
-@accepts_left_out
 class BertModel(LanguageModule):
     """An encoder with a head for masked tokens, and one for the order of two texts.
 
@@ -189,7 +187,6 @@ class BertModel(LanguageModule):
         """0 to s-1 for each sequence of [b, s]."""
         return torch.arange(token_ids.size(1), device=token_ids.device).expand_as(token_ids)
 
-    @accepts_left_out
     @traced("model-forward", _describe)
     def forward(
         self,

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.gpt.fine_grained_callables import (
     PostProcessNode,
     PreProcessNode,
@@ -58,7 +57,6 @@ class ModelChunkState:
     output_weight: torch.Tensor | None = None
 
 
-@accepts_left_out
 class TransformerLayerSchedulePlan:
     """The nodes of one layer; see `fine_grained_callables`. Without `layer`, five that do nothing."""
 
@@ -128,7 +126,6 @@ class TransformerLayerSchedulePlan:
         return f.add.forward(combine_f.wait()), b_grad
 
 
-@accepts_left_out
 class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     """One microbatch in one chunk: `pre_process`, the layers, and on the last chunk `post_process`.
 

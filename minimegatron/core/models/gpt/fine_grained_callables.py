@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.orders.work import BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
 from minimegatron.core.pipeline_parallel.schedule_node import (
     CommunicationNode,
@@ -36,7 +35,6 @@ from minimegatron.core.transformer.transformer_layer import TransformerLayer, bi
 # -- The model's two ends --
 
 
-@accepts_left_out
 class PreProcessNode(ScheduleNode):
     """The embedding, on the first chunk; elsewhere its output is the tensor that another stage sent.
 
@@ -64,7 +62,6 @@ class PreProcessNode(ScheduleNode):
         return model.decoder.first_input(hidden_states)
 
 
-@accepts_left_out
 class PostProcessNode(ScheduleNode):
     """On the last chunk: final norm, output layer, losses. Arguments as for `PreProcessNode`."""
 
@@ -132,7 +129,6 @@ def _node(direction: str, lane: str = COMPUTE) -> Callable[[dict[str, Any]], dic
     return describe
 
 
-@accepts_left_out
 class TransformerLayerNode(ScheduleNode):
     """A piece of a layer that computes.
 

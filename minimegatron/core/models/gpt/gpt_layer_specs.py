@@ -4,7 +4,6 @@ Counterpart: `megatron.core.models.gpt.gpt_layer_specs`. "Local" are Megatron's 
 against those of Transformer Engine.
 """
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -30,7 +29,6 @@ from minimegatron.core.transformer.transformer_layer import (
 )
 
 
-@accepts_left_out
 def get_gpt_layer_local_spec(
     num_experts: int | None = None, *, qk_layernorm: bool = False
 ) -> ModuleSpec:
@@ -63,7 +61,6 @@ def get_gpt_layer_local_spec(
     )
 
 
-@accepts_left_out
 def get_gpt_decoder_layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
     """The layers of the whole model, one spec each; `moe_layer_freq` says which have experts."""
     specs = {
@@ -75,7 +72,6 @@ def get_gpt_decoder_layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
     return [specs[has_experts] for has_experts in config.moe_layer_pattern]
 
 
-@accepts_left_out
 def get_gpt_decoder_block_spec(
     config: TransformerConfig, *, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:

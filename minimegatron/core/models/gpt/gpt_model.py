@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
     check_embedded,
@@ -50,7 +49,6 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"chunk": model.vp_stage or 0, "layers": model.decoder.num_layers_per_pipeline_rank}
 
 
-@accepts_left_out
 class GPTModel(PlannedGPT, LanguageModule):
     """A decoder-only language model.
 
@@ -183,7 +181,6 @@ class GPTModel(PlannedGPT, LanguageModule):
             input_tensor = input_tensor[0]
         self.decoder.set_input_tensor(input_tensor)
 
-    @accepts_left_out
     @traced("model-forward", _describe)
     def forward(
         self,
@@ -249,7 +246,6 @@ class GPTModel(PlannedGPT, LanguageModule):
             hidden_states, labels, loss_mask=loss_mask, runtime_gather_output=gather
         )
 
-    @accepts_left_out
     def _preprocess(
         self,
         input_ids: torch.Tensor | None,
@@ -279,7 +275,6 @@ class GPTModel(PlannedGPT, LanguageModule):
         places = torch.arange(length, device=input_ids.device)[None]
         return places if self.cp_group is None else take_part(places, 1, self.cp_group)
 
-    @accepts_left_out
     def _postprocess(
         self,
         hidden_states: torch.Tensor,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.common.model_chunk_schedule_plan import (
     TransformerModelChunkSchedulePlan,
 )
@@ -21,7 +20,6 @@ class PlannedGPT:
     decoder: Any
     mtp: Any
 
-    @accepts_left_out
     def build_schedule_plan(
         self,
         input_ids: torch.Tensor | None,

@@ -3,7 +3,6 @@
 Counterpart: `megatron.core.models.gpt.moe_module_specs`.
 """
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.transformer.mlp import MLPSubmodules
 from minimegatron.core.transformer.moe.experts import SequentialMLP
@@ -12,7 +11,6 @@ from minimegatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from minimegatron.core.transformer.spec_utils import ModuleSpec
 
 
-@accepts_left_out
 def get_moe_module_spec() -> ModuleSpec:
     """Experts and a shared one, of the same two projections. How many there are, the config says."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -8,7 +8,6 @@ Between stages goes [s, b, h] as in any other model. What differs from GPT is th
 import dataclasses
 from typing import Any
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.ssm.mamba_config import check_mamba_model
@@ -17,7 +16,6 @@ from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
-@accepts_left_out
 class MambaModel(GPTModel):
     """A `GPTModel` whose layers are those of a `MambaStack`.
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from minimegatron.core.utils import get_model_config
 
@@ -69,7 +68,6 @@ def _update_router_expert_bias(
         router.expert_bias.copy_(bias)
 
 
-@accepts_left_out
 @torch.no_grad()
 def get_updated_expert_bias(
     tokens_per_expert: torch.Tensor,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.moe.router import TopKRouter
@@ -125,7 +124,6 @@ class MoELayer(BaseMoELayer):
         self.layer_number = self.experts.layer_number = layer_number
         self.router.set_layer_number(layer_number)
 
-    @accepts_left_out
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[s, b, h] -> ([s, b, h], no bias); [s/t, b, h] each with sequence parallelism."""
         shared_expert_output = self.shared_experts_compute(hidden_states)
@@ -142,7 +140,6 @@ class MoELayer(BaseMoELayer):
         """What the shared expert makes of every token, [s, b, h]; None without one."""
         return None if self.shared_experts is None else self.shared_experts(hidden_states)
 
-    @accepts_left_out
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How much of which expert each token gets: probabilities and a bool map, both [T, E]."""
         return self.router(hidden_states)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from minimegatron.core.transformer.moe.permutation import (  # noqa: F401  Megatron has them here
     permute,
@@ -67,7 +66,6 @@ def group_limited_topk(
     return allowed.view(num_tokens, num_experts).topk(topk, dim=-1)
 
 
-@accepts_left_out
 def topk_routing_with_score_function(
     logits: torch.Tensor,
     topk: int,
@@ -190,7 +188,6 @@ def apply_router_token_dropping(
 # -- Losses of balance --
 
 
-@accepts_left_out
 def compute_routing_scores_for_aux_loss(
     logits: torch.Tensor, topk: int, score_function: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,7 +207,6 @@ def compute_routing_scores_for_aux_loss(
     return map_of(scores.topk(topk, dim=-1).indices, logits), scores
 
 
-@accepts_left_out
 def get_tokens_per_expert_and_token_count(
     routing_map: torch.Tensor, reduce_group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, int, int]:
@@ -220,7 +216,6 @@ def get_tokens_per_expert_and_token_count(
     return counts, num_tokens, num_tokens * reduce_group.size()
 
 
-@accepts_left_out
 def switch_load_balancing_loss_func(
     probs: torch.Tensor,
     tokens_per_expert: torch.Tensor,
@@ -239,7 +234,6 @@ def switch_load_balancing_loss_func(
     return (probs.sum(dim=0) * tokens_per_expert).sum() * weight
 
 
-@accepts_left_out
 def z_loss_func(logits: torch.Tensor, z_loss_coeff: float) -> torch.Tensor:
     """coeff * mean of logsumexp^2 of `logits` [T, E]: they stay small (https://arxiv.org/abs/2202.08906)."""
     return torch.logsumexp(logits.to(_wide(logits)), dim=-1).square().mean() * z_loss_coeff

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tracing import traced
 
 MOVED = ("tokens", "permuted_tokens", "input")
@@ -24,7 +23,6 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-@accepts_left_out
 @traced("moe-permute", _describe)
 def permute(
     tokens: torch.Tensor,
@@ -69,7 +67,6 @@ def permute(
     return tokens.index_select(0, sorted_indices), probs, sorted_indices
 
 
-@accepts_left_out
 @traced("moe-permute", _describe)
 def unpermute(
     permuted_tokens: torch.Tensor,
@@ -108,7 +105,6 @@ def _chosen(
     return probs.T.masked_select(routing_map.bool().T)
 
 
-@accepts_left_out
 @traced("moe-permute", _describe)
 def sort_chunks_by_idxs(
     input: torch.Tensor,

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
@@ -143,7 +142,6 @@ class TopKRouter(Router):
 
     # -- Forward --
 
-    @accepts_left_out
     @traced("moe-route", _describe)
     def forward(self, input: torch.Tensor) -> Routing:
         """[s/t/c, b, h] -> probabilities and map, both [T, E]."""
@@ -156,7 +154,6 @@ class TopKRouter(Router):
             return input
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
-    @accepts_left_out
     def routing(self, logits: torch.Tensor) -> Routing:
         """Logits [s/t/c, b, E] -> probabilities and map, both [T, E]."""
         config = self.config
@@ -210,7 +207,6 @@ class TopKRouter(Router):
         """Its coefficient, which may be set anew; 0 for a loss that is not in the configuration."""
         return self.config.balancing.get(aux_loss_type, 0.0)
 
-    @accepts_left_out
     def apply_z_loss(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [T, E] with the z-loss on them."""
         coeff = self.config.moe_z_loss_coeff
@@ -228,7 +224,6 @@ class TopKRouter(Router):
         probs = self._apply_seq_aux_loss(probs, scores, chosen, seq_length, bsz)
         return self._apply_global_aux_loss(probs, scores, chosen)
 
-    @accepts_left_out
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor
     ) -> torch.Tensor:
@@ -240,7 +235,6 @@ class TopKRouter(Router):
         share = self._switch_loss(scores_for_aux_loss, counts, num_tokens, coeff)
         return self.attach_and_log_load_balancing_loss(probs, coeff, share, "load_balancing_loss")
 
-    @accepts_left_out
     def _apply_seq_aux_loss(
         self,
         probs: torch.Tensor,
@@ -266,7 +260,6 @@ class TopKRouter(Router):
             probs, coeff, share, "seq_load_balancing_loss"
         )
 
-    @accepts_left_out
     def _apply_global_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor
     ) -> torch.Tensor:
@@ -298,7 +291,6 @@ class TopKRouter(Router):
             scores, counts, num_tokens, self.topk, num_experts, coeff
         )
 
-    @accepts_left_out
     def attach_and_log_load_balancing_loss(
         self,
         activation: torch.Tensor,
@@ -315,7 +307,6 @@ class TopKRouter(Router):
 
     # -- Counts --
 
-    @accepts_left_out
     @traced("moe-counts", _describe_counts)
     def _apply_expert_bias(self, routing_map: torch.Tensor) -> None:
         """Counts tokens for the bias: those that chose an expert and were not dropped."""

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.mappings import (
     all_to_all,
@@ -134,7 +133,6 @@ class MoETokenDispatcher(ABC):
         return flat
 
 
-@accepts_left_out
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
     """Every rank gets the tokens of all e * etp, and picks those of its experts.
 
@@ -187,7 +185,6 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         return hidden_states.view(self.hidden_shape)
 
 
-@accepts_left_out
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     """A token goes to the ranks of the experts that it chose.
 
@@ -290,7 +287,6 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             )
         return hidden_states
 
-    @accepts_left_out
     def token_combine(self, hidden_states):
         return self.combine_exchange(hidden_states)
 

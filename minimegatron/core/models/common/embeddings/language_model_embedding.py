@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from minimegatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -56,7 +55,6 @@ def check_embedded(states: torch.Tensor, tokens: torch.Tensor, ranks: int) -> No
         )
 
 
-@accepts_left_out
 class LanguageModelEmbedding(MegatronModule):
     """dropout(word(ids) + position(positions) + type(token types)).
 
@@ -107,7 +105,6 @@ class LanguageModelEmbedding(MegatronModule):
         table.weight = new_weight(shape, config.params_dtype, config.init_method, -1, self.tp_group)
         return table
 
-    @accepts_left_out
     def forward(
         self,
         input_ids: torch.Tensor,

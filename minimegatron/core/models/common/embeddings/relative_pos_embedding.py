@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 
@@ -41,7 +40,6 @@ def relative_position_bucket(
     return first_row + torch.where(distance < one_each, distance, far.clamp(max=num_buckets - 1))
 
 
-@accepts_left_out
 class RelativePositionEmbedding(torch.nn.Module):
     """A table of a number for each bucket of distances and each head; a rank has a/t columns.
 
@@ -75,7 +73,6 @@ class RelativePositionEmbedding(torch.nn.Module):
         # Cut by heads, as the scores are: each rank gets the whole gradient of its own columns.
         self.relative_attention_bias.weight = new_weight(shape, dtype, init_method, 1, group)
 
-    @accepts_left_out
     def forward(self, query_seq_length: int, key_seq_length: int) -> torch.Tensor:
         """What is added to the scores: [1, a/t, query length, key length]."""
         device = self.relative_attention_bias.weight.device

@@ -7,14 +7,12 @@ import functools
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
 from minimegatron.core.utils import get_device
 
 __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
 
 
-@accepts_left_out
 class RotaryEmbedding(torch.nn.Module):
     """Angle of feature pair k at position i: i x base^(-2k/d') (Su et al. 2021).
 
@@ -51,7 +49,6 @@ class RotaryEmbedding(torch.nn.Module):
 
     # A step asks for the same length once per microbatch. RL frameworks call `forward.cache_clear()`.
     @functools.lru_cache(maxsize=32)  # noqa: B019
-    @accepts_left_out
     def forward(self, max_seq_len: int, *, device: torch.device | None = None) -> torch.Tensor:
         """Angles [max_seq_len, 1, 1, d'] in radians, for positions from 0; kept for the next call.
 
