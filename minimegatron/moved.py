@@ -36,6 +36,7 @@ MOVED = {
     "core.local_host.slots": "backend.slots",
     "core.local_memory": "backend.shared_memory",
     "core.local_slots": "backend.slots",
+    "core.pipeline_parallel.interleaved": "core.pipeline_parallel.schedules",
     "core.pipeline_parallel.lowering": "core.orders.lowering",
     "core.pipeline_parallel.mean_loss": "core.pipeline_parallel.user_results",
     "core.pipeline_parallel.model_chunk": "core.pipeline_parallel.steps",

@@ -59,7 +59,7 @@ CAPS = {
     "spine: lines outside functions": 1677,
     "spine: lines of signatures": 1735,
     "spine: functions never entered": 137,
-    "rooms: lines executed": 1630,  # anew
+    "rooms: lines executed": 1760,  # anew
     "spine and rooms: lines executed": 6435,  # anew
     "other files that a whole run enters": 52,  # anew
     "one step: lines reported, rooms apart": 1315,

@@ -20,12 +20,12 @@ from minimegatron.core.distributed import (
 )
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.pipeline_parallel.schedule_checks import refuse_shared_iterators
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_step,
 )
-from minimegatron.core.pipeline_parallel.step_frame import refuse_shared_iterators
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.transformer import mtp_loss

@@ -12,7 +12,7 @@ import torch
 
 from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.step_frame import StateOfStep
+from minimegatron.core.pipeline_parallel.failed_step import StateOfStep
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,

@@ -16,7 +16,7 @@ from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
 )
-from minimegatron.core.pipeline_parallel.step_frame import StateOfStep
+from minimegatron.core.pipeline_parallel.failed_step import StateOfStep
 from minimegatron.core.rerun.tracker import read_iterations_to_skip
 from minimegatron.core.rerun_state_machine import (
     RerunDataIterator,

@@ -171,15 +171,16 @@ def called_from(package, module: str, symbol: str) -> dict[str, list[str]]:
 def test_who_lets_the_gradients_go(package):
     found = called_from(package, PIPELINE + "step_frame", "GradSync.enable")
     assert found == {
-        "StepFrame._let_go": ["self.grad_sync.enable()"],
-        "StepFrame._finish": ["self.grad_sync.enable()"],
-        "StepFrame._give_up": ["self.grad_sync.enable()"],
+        "StepFrame.let_go": ["self.grad_sync.enable()"],
+        "StepFrame.finish": ["self.grad_sync.enable()"],
+        "StepFrame.let_all_go": ["self.grad_sync.enable()"],
     }
-    found = called_from(package, PIPELINE + "step_frame", "StepFrame._let_go")
+    found = called_from(package, PIPELINE + "step_frame", "StepFrame.let_go")
     assert found.keys() == {
         "StepFrame.before_forward",
         "StepFrame.before_backward",
-        "StepFrame.after_backward",
+        "HookedFrame.after_backward",
+        "HookedFrame.let_go",
     }
     # The chunk calls its frame, of which it knows only the class above.
     found = called_from(package, PIPELINE + "step_frame", "StepFrame.before_backward")
@@ -190,7 +191,7 @@ def test_who_lets_the_gradients_go(package):
         "_step_of_chunk",
         "CombinedSteps._begin_backward",
     }
-    found = called_from(package, PIPELINE + "step_frame", "StepFrame.__exit__")
+    found = called_from(package, PIPELINE + "failed_step", "StepOnGroups.__exit__")
     assert set(found["forward_backward_pipelining_without_interleaving"]) == {"with frame:"}
 
 
@@ -228,7 +229,7 @@ def test_who_calls_what_is_handed_over(package):
     found = called_from(package, PIPELINE + "schedules", schedule)
     assert found.keys() == {"train_step", "evaluate"}
     found = called_from(package, PIPELINE + "step_frame", "finish_step")
-    assert found.keys() == {"StepFrame._finish"}
+    assert found.keys() == {"StepFrame.finalize"}
     module = "minimegatron.core.distributed.finalize_model_grads"
     assert called_from(package, module, "finalize_model_grads").keys() == {"finish_step"}
     assert called_from(package, "minimegatron.training.training", "train_step").keys() == {"train"}
@@ -361,7 +362,7 @@ def links_at(package, module: str, text: str) -> dict[str, str]:
         ),
         ("schedules", "frame.add_chunk(", "add_chunk", "step_frame.html#StepFrame."),
         ("step_frame", "self.grad_sync.enable()", "enable", "#GradSync."),
-        ("step_frame", "self._let_go(chunk)", "_let_go", "#StepFrame."),
+        ("step_frame", "self.let_go(chunk)", "let_go", "#StepFrame."),
         ("steps", "self.frame.before_backward(self)", "before_backward", "#NoFrame."),
         ("loops", "].backward_step(", "backward_step", "steps.html#ModelChunk."),
     ],

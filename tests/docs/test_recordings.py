@@ -46,7 +46,7 @@ def test_a_recording_says_where_it_comes_from(path: Path) -> None:
 
 def test_g_stacks_begin_with_the_steps_own_functions(emit, package) -> None:
     decorators = emit.decorators_of(package)
-    assert "minimegatron.core.pipeline_parallel.step_frame.schedule.<locals>.run" in decorators
+    assert "minimegatron.core.pipeline_parallel.failed_step.schedule.<locals>.run" in decorators
     recordings = emit.read_recordings()
     for name in ("1f1b", "combined-paced", "one-rank"):
         data = recordings[name]

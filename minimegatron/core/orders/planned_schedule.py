@@ -47,19 +47,16 @@ from minimegatron.core.orders.work import (
     Message,
     parts_of,
 )
+from minimegatron.core.pipeline_parallel.failed_step import framed_schedule
+from minimegatron.core.pipeline_parallel.hooked_frame import HookedFrame, ParamSync
 from minimegatron.core.pipeline_parallel.p2p_communication import (
     P2PCommunicator,
     TensorMessage,
     communicator_of,
+    get_tensor_shapes,
     sends_shapes,
 )
-from minimegatron.core.pipeline_parallel.step_frame import (
-    ParamSync,
-    StepFrame,
-    framed_schedule,
-    get_tensor_shapes,
-    groups_of_step,
-)
+from minimegatron.core.pipeline_parallel.step_frame import groups_of_step
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
@@ -216,7 +213,7 @@ def planned_forward_backward_func(
     return framed_schedule(forward_backward_planned, name, describe)
 
 
-class PlannedFrame(StepFrame):
+class PlannedFrame(HookedFrame):
     """The frame of a step that ranks must agree on before they have their chunks."""
 
     @contextlib.contextmanager
@@ -227,21 +224,21 @@ class PlannedFrame(StepFrame):
         it tells the others, as in the step.
         """
         try:
-            self._begin()
+            self.begin()
             yield
         except BaseException as error:
             if not self._has_failed:
-                self._give_up(error)
+                self.give_up(error)
             raise
 
     def follow(self, forward_order: Sequence[tuple[int, int]] | None, send_limit: int) -> None:
         """Says both where they are not known when the frame is made. Before it is entered."""
-        self._param_sync = ParamSync(self.config, forward_order or (), self.stage)
-        self._send_limit = send_limit
+        self.param_sync = ParamSync(self.config, forward_order or (), self.stage)
+        self.send_limit = send_limit
 
 
 def _order_of_forwards(step: RankStep, p2p: P2PCommunicator) -> list[tuple[int, int]] | None:
-    """As `StepFrame` takes it."""
+    """As a frame takes it."""
     if p2p.virtual_pipeline_model_parallel_size is None:
         return None
     return [(a.microbatch, a.chunk) for a in work_of(step.actions) if a.kind == FORWARD]

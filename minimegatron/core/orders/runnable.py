@@ -10,7 +10,7 @@ from minimegatron.core.orders.lowering import CommonOrder, LoweredStep, RankStep
 from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.orders.placement import Placement
 from minimegatron.core.orders.work import BACKWARD, FORWARD
-from minimegatron.core.pipeline_parallel.step_frame import refuse_shared_iterators
+from minimegatron.core.pipeline_parallel.schedule_checks import refuse_shared_iterators
 
 
 def require_runnable(step: CommonOrder | LoweredStep) -> None:

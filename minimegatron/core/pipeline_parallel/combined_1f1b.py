@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.loops import one_stage_in_pairs
+from minimegatron.core.pipeline_parallel.loops import InterleavedRun, one_stage_in_pairs
 from minimegatron.core.pipeline_parallel.p2p_communication import Shape  # noqa: F401  Megatron's
 from minimegatron.core.pipeline_parallel.schedule_node import AbstractSchedulePlan, detached
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
@@ -35,8 +35,8 @@ from minimegatron.core.pipeline_parallel.steps import (
     forward_step_calc_loss,
     input_gradient,
     prepare_forward,
-    weight_gradients_of,
 )
+from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_of
 from minimegatron.core.tracing import call_traced, traced
 from minimegatron.core.utils import get_attr_wrapped_model
 
@@ -414,3 +414,12 @@ def _take_plan(
         with torch.autocast(loss.device.type, enabled=False):
             torch.autograd.backward(loss)
     return plan, loss_input.grad
+
+
+class _CombinedRun(CombinedSteps, InterleavedRun):
+    """The same with combined steps."""
+
+
+def run_interleaved(*actors_and_step: Any) -> None:
+    """`loops.interleaved_1f1b`, where each forward hides the all-to-alls of a backward."""
+    _CombinedRun(*actors_and_step).run()

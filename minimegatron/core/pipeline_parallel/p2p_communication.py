@@ -128,6 +128,29 @@ def sends_shapes(config: ModelParallelConfig) -> bool:
     return config.variable_seq_lengths or config.mtp_standalone
 
 
+def get_tensor_shapes(
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None,
+    config: ModelParallelConfig,
+    tp_group: dist.ProcessGroup,
+    cp_group: dist.ProcessGroup,
+) -> list[tuple[int, ...]]:
+    """Shapes of what travels between two stages: one, [s/c/t, b, h]; /t with sequence parallelism.
+
+    With `variable_seq_lengths` the sizes are sent ahead of each message instead: one empty shape. So
+    they are where messages are (1 + K) s long, behind a stage of their own for further tokens.
+    A two-stack model's stages exchange decoder states, of `decoder_seq_length`.
+    """
+    if sends_shapes(config):
+        return [torch.Size()]  # one shape, where () would be a list of none
+    length = (decoder_seq_length or seq_length) // cp_group.size()
+    if config.sequence_parallel:
+        length //= tp_group.size()
+    return [(length, micro_batch_size, config.hidden_size)]
+
+
 def communicator_of(
     pg_collection: ProcessGroupCollection, config: ModelParallelConfig
 ) -> "P2PCommunicator":
@@ -162,6 +185,9 @@ class P2PCommunicator:
         self.device, self.is_tagged = get_device(), is_tagged(pp_group)
         # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
         self._keeps_sent = not (self.is_tagged and getattr(pp_group, "keeps_messages", False))
+        # Unless told the group's limit, gloo waits as long as the default group may.
+        is_gloo = pp_group.name() == "gloo"
+        self._limit = (timedelta(seconds=get_timeout(pp_group)),) if is_gloo else ()
         self._unfinished_sends: dict[tuple[int, str], deque[Started]] = defaultdict(deque)
         self.begin_step()
 
@@ -196,9 +222,6 @@ class P2PCommunicator:
         self._sends_shapes = sends_shapes(self.config)
         # On gloo, a message that a failed step left behind must meet no receive of the next one.
         self._first_tag = num_begun(self.pp_group) % _MAX_STEPS * _TAGS_PER_STEP
-        # Unless told the group's limit, gloo waits as long as the default group may.
-        is_gloo = self.pp_group.name() == "gloo"
-        self._limit = (timedelta(seconds=get_timeout(self.pp_group)),) if is_gloo else ()
 
     def finish(self) -> None:
         """Waits until everything sent has left this stage. Raises ConnectionError if it cannot."""

@@ -1,4 +1,4 @@
-"""One training step's forwards and backwards: which schedule, and the two that need no chunks.
+"""One training step's forwards and backwards: which schedule, its chunks, and who runs its loop.
 
 A schedule makes a chunk and a communicator, and a loop runs `forward_step` and `backward_step` once
 per microbatch, with messages between them. `StepFrame` is around the loop, and ends with
@@ -10,7 +10,6 @@ its names can be imported from this one:
 * `steps`: one microbatch on one stage.
 * `step_frame`: what stands around all of them; the same for every schedule.
 * `schedule_table`: the order of work, as arithmetic without torch.
-* this file, and `interleaved` for several chunks per stage: the arguments, and who runs the loop.
 * `planned_schedule`: any other order of work, by name.
 """
 
@@ -22,60 +21,54 @@ import torch
 
 from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.orders.orders import require_usual_placement
 from minimegatron.core.orders.planned_schedule import get_named_forward_backward_func
+from minimegatron.core.orders.send_limits import get_interleaved_send_limit
 from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
-from minimegatron.core.pipeline_parallel.combined_1f1b import run_on_one_stage
-from minimegatron.core.pipeline_parallel.interleaved import (
-    forward_backward_pipelining_with_interleaving,
-)
-from minimegatron.core.pipeline_parallel.loops import no_pipelining, one_f_one_b
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, communicator_of
-from minimegatron.core.pipeline_parallel.rank_microbatches import get_pp_rank_microbatches
-from minimegatron.core.pipeline_parallel.schedule_table import (
-    convert_schedule_table_to_order,
-    get_schedule_table,
-)
-from minimegatron.core.pipeline_parallel.step_frame import (
-    StepFrame,
-    clear_embedding_activation_buffer,
-    framed_schedule,
+from minimegatron.core.pipeline_parallel import combined_1f1b
+from minimegatron.core.pipeline_parallel.failed_step import framed_schedule
+from minimegatron.core.pipeline_parallel.hooked_frame import HookedFrame
+from minimegatron.core.pipeline_parallel.loops import interleaved_1f1b, no_pipelining, one_f_one_b
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    P2PCommunicator,
+    communicator_of,
     get_tensor_shapes,
-    groups_of_step,
 )
-from minimegatron.core.pipeline_parallel.steps import (
-    backward_step,
-    check_first_val_step,
-    custom_backward,
-    deallocate_output_tensor,
-    forward_step,
-    forward_step_calc_loss,
-    set_current_microbatch,
-    tell_whole_length,
+from minimegatron.core.pipeline_parallel.schedule_checks import (
+    check_chunks,
+    check_fits,
+    check_plain,
+    check_ring,
+    refuse_several,
 )
+from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
+from minimegatron.core.pipeline_parallel.step_frame import StepFrame, groups_of_step
+from minimegatron.core.pipeline_parallel.steps import tell_whole_length
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.tensor_parallel.weight_grad_store import finish_embedding_wgrad_compute
-from minimegatron.core.utils import get_model_config, unwrap_model
+from minimegatron.core.utils import config_of_run, get_model_config, unwrap_model
+from minimegatron.exports import lazily
 
-__all__ = [
-    "backward_step",
-    "check_first_val_step",
-    "clear_embedding_activation_buffer",
-    "convert_schedule_table_to_order",
-    "custom_backward",
-    "deallocate_output_tensor",
-    "finish_embedding_wgrad_compute",
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-    "forward_step",
-    "forward_step_calc_loss",
-    "get_forward_backward_func",
-    "get_pp_rank_microbatches",
-    "get_schedule_table",
-    "get_tensor_shapes",
-    "set_current_microbatch",
-]
+_HERE = "minimegatron.core.pipeline_parallel"
+_STEPS = "minimegatron.core.pipeline_parallel.steps"
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "backward_step": f"{_STEPS}:backward_step",
+        "check_first_val_step": f"{_STEPS}:check_first_val_step",
+        "clear_embedding_activation_buffer": f"{_HERE}.hooked_frame:clear_embedding_activation_buffer",
+        "convert_schedule_table_to_order": f"{_HERE}.schedule_table:convert_schedule_table_to_order",
+        "custom_backward": f"{_STEPS}:custom_backward",
+        "deallocate_output_tensor": f"{_STEPS}:deallocate_output_tensor",
+        "finish_embedding_wgrad_compute": (
+            "minimegatron.core.tensor_parallel.weight_grad_store:finish_embedding_wgrad_compute"
+        ),
+        "forward_step": f"{_STEPS}:forward_step",
+        "forward_step_calc_loss": f"{_STEPS}:forward_step_calc_loss",
+        "get_pp_rank_microbatches": f"{_HERE}.rank_microbatches:get_pp_rank_microbatches",
+        "get_schedule_table": f"{_HERE}.schedule_table:get_schedule_table",
+        "set_current_microbatch": f"{_STEPS}:set_current_microbatch",
+    },
+)
 
 
 def get_forward_backward_func(
@@ -121,21 +114,15 @@ def get_forward_backward_func(
     if pp_size is None:
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    if pp_size == 1:
-        name, function = NO_PIPELINING, forward_backward_no_pipelining
-    elif vp_size is not None:
-        name, function = INTERLEAVED, forward_backward_pipelining_with_interleaving
-    else:
+    if vp_size is None and (pp_size > 1 or pipeline_schedule == ONE_F_ONE_B):
         name, function = ONE_F_ONE_B, forward_backward_pipelining_without_interleaving
+    elif pp_size == 1:
+        name, function = NO_PIPELINING, forward_backward_no_pipelining
+    else:
+        name, function = INTERLEAVED, forward_backward_pipelining_with_interleaving
     if pipeline_schedule in (None, name):
         return function
-    if pipeline_schedule == ONE_F_ONE_B and vp_size is None:
-        return forward_backward_pipelining_without_interleaving
-    if pipeline_schedule in (NO_PIPELINING, INTERLEAVED, ONE_F_ONE_B):
-        raise ValueError(
-            f"the schedule {pipeline_schedule} does not fit pp_size {pp_size} and vp_size {vp_size}; "
-            f"{name} does"
-        )
+    check_fits(pipeline_schedule, pp_size, vp_size, name)
     return get_named_forward_backward_func(pipeline_schedule)
 
 
@@ -163,7 +150,8 @@ def forward_backward_no_pipelining(
     """
     model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
     config = get_model_config(model)
-    frame = StepFrame(config, groups_of_step(model, pg_collection), None, forward_only)
+    pg_collection = groups_of_step(model, pg_collection)
+    frame = _frame_class(config)(config, pg_collection, None, forward_only)
     chunk = frame.add_chunk(
         forward_step_func,
         data_iterator,
@@ -173,13 +161,11 @@ def forward_backward_no_pipelining(
         first_val_step=first_val_step,
     )
     tell_whole_length(model, seq_length)
+    is_combined = config.overlap_moe_expert_parallel_comm and not forward_only
+    loop = combined_1f1b.run_on_one_stage if is_combined else no_pipelining
     with frame:
-        _ON_ONE_STAGE[config.overlap_moe_expert_parallel_comm and not forward_only](chunk)
+        loop(chunk)
     return frame.forward_data_store
-
-
-_ON_ONE_STAGE = {False: no_pipelining, True: run_on_one_stage}
-"""By whether each forward hides the all-to-alls of a backward, and the other way."""
 
 
 @framed_schedule
@@ -213,7 +199,7 @@ def forward_backward_pipelining_without_interleaving(
     recv_shapes, send_shapes = _message_shapes(
         config, pg_collection, sizes, adjust_tensor_shapes_fn, model
     )
-    frame = StepFrame(config, pg_collection, p2p, forward_only)
+    frame = _frame_class(config)(config, pg_collection, p2p, forward_only)
     chunk = frame.add_chunk(
         forward_step_func,
         data_iterator,
@@ -230,18 +216,96 @@ def forward_backward_pipelining_without_interleaving(
     return frame.forward_data_store
 
 
+@framed_schedule
+def forward_backward_pipelining_with_interleaving(
+    *,
+    forward_step_func: Callable,
+    data_iterator: Iterator | list[Iterator],
+    model: torch.nn.Module | list[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list:
+    """Interleaved 1F1B over `model`, a list of this stage's chunks, with one iterator for each.
+
+    Each stage holds v chunks of the model and takes turns between them. So a pipeline fills in p - 1
+    turns that are v times shorter, and the bubble shrinks from (p - 1)/M of the ideal time to
+    (p - 1)/(v M). The price is (p v - 1)/(p - 1) times as many messages.
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2.
+
+    It runs `interleaved_1f1b`. One shape is sent, of `seq_length`; `decoder_seq_length` is not read, as
+    in Megatron.
+
+    Raises ValueError for what interleaving cannot do: other shapes than one, and numbers of
+    microbatches that `check_interleaving` refuses.
+    """
+    config = config_of_run(model)
+    check_chunks(model, data_iterator, config, adjust_tensor_shapes_fn)
+    pg_collection = groups_of_step(model[0], pg_collection)
+    p2p = p2p_communicator or communicator_of(pg_collection, get_model_config(model[0]))
+    check_ring(p2p)
+    num_stages, stage = p2p.pp_group.size(), p2p.pp_group.rank()
+    group_size = config.microbatch_group_size_per_vp_stage or num_stages
+    sizes = (num_stages, stage, num_microbatches, len(model), group_size)
+    order = InterleavedOrder(*sizes, forward_only, config.overlap_moe_expert_parallel_comm)
+    send_limit = get_interleaved_send_limit(order, config.overlap_p2p_comm)
+    frame = _frame_class(config)(config, pg_collection, p2p, forward_only, order.table, send_limit)
+    (tensor_shape,) = _shapes_of(config, pg_collection, micro_batch_size)(seq_length=seq_length)
+    for chunk_id in range(len(model)):
+        frame.add_chunk(
+            forward_step_func,
+            data_iterator[chunk_id],
+            model[chunk_id],
+            num_microbatches,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            num_in_flight=order.counts.num_warmup + 1,
+            vp_stage=chunk_id,
+            is_last_stage=order.is_last_virtual_stage(chunk_id),
+            sends=tensor_shape,
+        )
+    loop = combined_1f1b.run_interleaved if order.is_combined else interleaved_1f1b
+    with frame:
+        loop(frame.chunks, p2p, order, tensor_shape, config.overlap_p2p_comm)
+    return frame.forward_data_store
+
+
+# -- What the three share --
+
+
+def _frame_class(config: ModelParallelConfig) -> type[StepFrame]:
+    hooks = (config.grad_sync_func, config.param_sync_func)
+    later = (config.defer_embedding_wgrad_compute, config.delay_wgrad_compute)
+    return HookedFrame if any((*hooks, *later)) else StepFrame
+
+
+def _shapes_of(
+    config: ModelParallelConfig, pg_collection: ProcessGroupCollection, micro_batch_size: int
+) -> Callable[..., list[tuple[int, ...]]]:
+    return partial(
+        get_tensor_shapes,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=None,
+        config=config,
+        tp_group=pg_collection.tp,
+        cp_group=pg_collection.cp,
+    )
+
+
 def _groups_for_1f1b(
     config: ModelParallelConfig,
     p2p_communicator: P2PCommunicator | None,
     pg_collection: ProcessGroupCollection | None,
 ) -> tuple[P2PCommunicator, ProcessGroupCollection]:
-    if config.overlap_p2p_comm:
-        raise ValueError(
-            "overlap_p2p_comm is on, but plain 1F1B sends and receives in one exchange; turn it "
-            "off, or use virtual stages (virtual_pipeline_model_parallel_size)"
-        )
-    if config.pipeline_schedule is not None:
-        require_usual_placement(config)
+    if config.overlap_p2p_comm or config.pipeline_schedule is not None:
+        check_plain(config)
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     return p2p_communicator or communicator_of(pg_collection, config), pg_collection
 
@@ -255,14 +319,7 @@ def _message_shapes(
 ) -> tuple[list, list]:
     """What this stage receives and sends, forwards: the model may say so itself, as T5 does."""
     seq_length, micro_batch_size, decoder_seq_length = sizes
-    shapes_of = partial(
-        get_tensor_shapes,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=None,
-        config=config,
-        tp_group=pg_collection.tp,
-        cp_group=pg_collection.cp,
-    )
+    shapes_of = _shapes_of(config, pg_collection, micro_batch_size)
     shapes = shapes_of(seq_length=decoder_seq_length or seq_length)
     if adjust_tensor_shapes_fn is not None:
         # Two lists: such a function may change each in place, as that of ModelOpt does.
@@ -278,8 +335,5 @@ def _only(one_or_list: Any, name: str) -> Any:
     if not isinstance(one_or_list, list):
         return one_or_list
     if len(one_or_list) != 1:
-        raise ValueError(
-            f"{name} is a list of {len(one_or_list)}, but this schedule runs one model chunk; "
-            "for more, set virtual_pipeline_model_parallel_size"
-        )
+        refuse_several(one_or_list, name)
     return one_or_list[0]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.autograd.variable import Variable
 
-from minimegatron.core import parallel_state
+from minimegatron.core import call_attributes, parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel import user_results
+from minimegatron.core.pipeline_parallel.no_frame import NoFrame
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
 from minimegatron.core.utils import (
@@ -30,15 +31,7 @@ from minimegatron.core.utils import (
 NO_TOKENS = torch.tensor(0, dtype=torch.int)
 
 
-def _describe_forward(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "microbatch": arguments["current_microbatch"],
-        "chunk": arguments["vp_stage"] or 0,
-        "is_last_stage": arguments["is_last_stage"],
-    }
-
-
-@traced("forward-compute", _describe_forward)
+@traced("forward-compute", call_attributes.of_forward)
 def forward_step(
     forward_step_func: Callable,
     data_iterator: Iterator | None,
@@ -76,11 +69,10 @@ def forward_step(
     On the last stage the output is the loss, scaled for backward.
     """
     prepare_forward(model, input_tensor, is_first_microbatch, current_microbatch)
-    extra = (
-        () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
-    )
+    recomputes = checkpoint_activations_microbatch
+    more = () if recomputes is None else (recomputes,)
     with autocast(config):
-        returned = call_traced("forward-step-func", forward_step_func, data_iterator, model, *extra)
+        returned = call_traced("forward-step-func", forward_step_func, data_iterator, model, *more)
         if not _is_output_and_function(returned):
             user_results.refuse_step_results(returned)
         output_tensor, loss_func = returned
@@ -113,8 +105,8 @@ def all_outputs(model: torch.nn.Module, input_tensor: Any, output_tensor: torch.
     """
     if not isinstance(input_tensor, list):
         return output_tensor
-    extra_outputs = getattr(unwrap_model(model), "extra_outputs", None)
-    return [output_tensor, *(() if extra_outputs is None else extra_outputs(input_tensor))]
+    extra_outputs = getattr(unwrap_model(model), "extra_outputs", lambda inputs: ())
+    return [output_tensor, *extra_outputs(input_tensor)]
 
 
 def prepare_forward(
@@ -155,7 +147,7 @@ def tell_whole_length(model: torch.nn.Module, seq_length: int) -> None:
         chunk.whole_length = seq_length
 
 
-@traced("loss-compute", lambda a: {"chunk": a["vp_stage"] or 0})
+@traced("loss-compute", call_attributes.of_loss)
 def forward_step_calc_loss(
     model: torch.nn.Module,
     output_tensor: torch.Tensor,
@@ -227,45 +219,16 @@ def forward_step_calc_loss(
             output_tensor = output_tensor * cp_group_size / num_microbatches
         forward_data_store.append(report)
     if config.aux_loss_scale_funcs:
-        _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
+        user_results.scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
     return output_tensor, num_tokens.detach()
 
 
 def _count_of_tokens(num_tokens: Any, config: ModelParallelConfig) -> torch.Tensor:
     """A loss function's number of tokens, a number or a tensor of one, as a tensor []."""
-    if isinstance(num_tokens, Mapping):
-        raise ValueError(
-            "the loss function returned a dictionary as number of tokens; return (summed loss, number "
-            "of tokens, report), in this order"
-        )
-    num_tokens = torch.as_tensor(num_tokens)
-    if num_tokens.numel() != 1:
-        raise ValueError(
-            f"the loss function returned a number of tokens of shape {tuple(num_tokens.shape)}; return "
-            "one number, for example loss_mask.sum()"
-        )
-    if num_tokens.requires_grad and config.calculate_per_token_loss:
-        raise ValueError(
-            "the loss function returned a number of tokens that requires a gradient, but with "
-            "calculate_per_token_loss all gradients are divided by all tokens after backward, and this "
-            "one would be lost; return num_tokens.detach(), or turn calculate_per_token_loss off"
-        )
-    return num_tokens.reshape(())
-
-
-def _scale_auxiliary_losses(
-    config: ModelParallelConfig,
-    output_tensor: torch.Tensor,
-    num_microbatches: int,
-    cp_group_size: int,
-) -> None:
-    # Auxiliary losses (experts' balance, extra predicted tokens) are not in the loss that was just
-    # scaled. Which divisors each needs, its function knows: every stage tells it, before backward.
-    scale = torch.ones(1, device=output_tensor.device)
-    if config.grad_scale_func is not None:
-        scale = config.grad_scale_func(scale)
-    for set_loss_scale in config.aux_loss_scale_funcs:
-        set_loss_scale(scale, num_microbatches, cp_group_size)
+    count = None if isinstance(num_tokens, Mapping) else torch.as_tensor(num_tokens)
+    if count is None or count.numel() != 1 or count.requires_grad:
+        user_results.look_at_tokens(count, config.calculate_per_token_loss)
+    return count.reshape(())
 
 
 @traced("backward-compute")
@@ -308,7 +271,7 @@ def backward_step(
         custom_backward(output, grad)
 
     for handed_on, grad_from_behind in zip(outputs[1:], grads[1:], strict=False):
-        add_gradient(handed_on, grad_from_behind)
+        user_results.add_gradient(handed_on, grad_from_behind)
     input_grads = [input_gradient(tensor) for tensor in inputs]
     return input_grads[0] if unwrap else input_grads
 
@@ -323,12 +286,6 @@ def input_gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.grad
 
 
-def add_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Adds to `tensor.grad`, as autograd would for one more user of the tensor."""
-    if grad is not None:
-        tensor.grad = grad if tensor.grad is None else tensor.grad + grad
-
-
 def deallocate_output_tensor(
     out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False
 ) -> None:
@@ -341,11 +298,7 @@ def deallocate_output_tensor(
     if out is None or not deallocate_pipeline_outputs:
         return
     if out._base is not None:
-        raise ValueError(
-            f"the stage's output of shape {tuple(out.shape)} is a view, so freeing it would free "
-            "nothing; return a tensor of its own (for example `.clone()`), or turn "
-            "deallocate_pipeline_outputs off"
-        )
+        user_results.refuse_view(out)
     out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
 
@@ -354,14 +307,10 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
     refuse that. The engine underneath does not look. Raises ValueError without a gradient, unless the
     output is one number; RuntimeError for a gradient of another shape than an output that was kept.
     """
+    if output.numel() != 1 and (grad_output is None or output.shape != grad_output.shape):
+        user_results.refuse_gradient(grad_output, output)
     if grad_output is None:
-        if output.numel() != 1:
-            raise ValueError(
-                f"backward without a gradient needs a scalar, not shape {tuple(output.shape)}"
-            )
         grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
-    if output.numel() != 1 and output.shape != grad_output.shape:
-        raise RuntimeError(f"a gradient of {tuple(grad_output.shape)} for {tuple(output.shape)}")
     run_backward((output,), (grad_output,))
 
 
@@ -373,17 +322,9 @@ def run_backward(outputs: tuple, grads: tuple) -> None:
     run(outputs, grads, keep_graph, create_graph, inputs, **options)
 
 
-def weight_gradients_of(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
-    """Around a backward: at its end, what it has left for later is computed."""
-    is_deferring = config.delay_wgrad_compute or config.defer_embedding_wgrad_compute
-    return weight_gradients_at_once() if is_deferring else contextlib.nullcontext()
-
-
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
     """`cond` while training; while validating, `cond` only in the first validation step."""
-    if first_val_step is not None and forward_only:
-        return first_val_step and cond
-    return cond
+    return cond and (first_val_step is None or not forward_only or first_val_step)
 
 
 # -- One chunk, and its microbatches --
@@ -445,6 +386,11 @@ class ModelChunk:
         self._in_flight: dict[int, tuple[Any, Any]] = {}
         self.frame = frame or NoFrame()
         self._num_forwards, self.num_backwards_left = 0, num_microbatches  # of this step
+        # A backward here has no place of its own for weight gradients: what it leaves follows it.
+        is_deferring = self.config.delay_wgrad_compute or self.config.defer_embedding_wgrad_compute
+        self._backward = (
+            weight_gradients_at_once()(backward_step) if is_deferring else backward_step
+        )
         self._same_for_all = {name: vars(self)[name] for name in SAME_FOR_ALL}
 
     def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
@@ -499,9 +445,7 @@ class ModelChunk:
         Returns the gradient of its input.
         """
         input_tensor, output_tensor = self.begin_backward(microbatch_id)
-        # This backward has no place of its own for weight gradients: what it leaves follows it.
-        with weight_gradients_of(self.config):
-            grad = backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
+        grad = self._backward(input_tensor, output_tensor, output_tensor_grad, None, self.config)
         self.finish_backward()
         return grad
 
@@ -538,17 +482,3 @@ def check_output(output_tensor: Any, shapes: Any, dtype: torch.dtype | None) -> 
     is_one = len(outputs) == 1 and outputs[0].dtype == received
     if not is_one or outputs[0].shape != (shapes[0] if len(shapes) == 1 else shapes):
         user_results.refuse_other_outputs(outputs, shapes, received)
-
-
-class NoFrame:
-    """What stands around a chunk's work if nothing does; see `step_frame.StepFrame`."""
-
-    def before_forward(self, chunk: ModelChunk, microbatch_id: int) -> int:
-        """Returns the forward's number among all of the stage's."""
-        return microbatch_id
-
-    def before_backward(self, chunk: ModelChunk) -> None:
-        """Called with the microbatch still in flight."""
-
-    def after_backward(self, chunk: ModelChunk) -> None:
-        """Called with the input's gradient not yet sent."""

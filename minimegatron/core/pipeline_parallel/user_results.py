@@ -1,4 +1,4 @@
-"""What a user's two functions returned, the forward step and the loss function: read, or refused.
+"""What a user's two functions returned, the forward step and the loss function: looked at, or refused.
 
 Megatron has no counterpart: it has the same arithmetic, and says nothing, or fails with Python's own
 words.
@@ -114,3 +114,72 @@ def warn_of_mean(config: ModelParallelConfig, model: torch.nn.Module | None) -> 
             f"{REMEDY}",
             stacklevel=1,
         )
+
+
+def look_at_tokens(count: torch.Tensor | None, calculate_per_token_loss: bool) -> None:
+    """Called where a loss function's number of tokens is not one number without a gradient.
+
+    Raises ValueError for a dictionary (`count` is None), for several numbers, and for a gradient that
+    would be lost.
+    """
+    if count is None:
+        raise ValueError(
+            "the loss function returned a dictionary as number of tokens; return (summed loss, number "
+            "of tokens, report), in this order"
+        )
+    if count.numel() != 1:
+        raise ValueError(
+            f"the loss function returned a number of tokens of shape {tuple(count.shape)}; return "
+            "one number, for example loss_mask.sum()"
+        )
+    if count.requires_grad and calculate_per_token_loss:
+        raise ValueError(
+            "the loss function returned a number of tokens that requires a gradient, but with "
+            "calculate_per_token_loss all gradients are divided by all tokens after backward, and this "
+            "one would be lost; return num_tokens.detach(), or turn calculate_per_token_loss off"
+        )
+
+
+def scale_auxiliary_losses(
+    config: ModelParallelConfig,
+    output_tensor: torch.Tensor,
+    num_microbatches: int,
+    cp_group_size: int,
+) -> None:
+    """After a forward: sets the scale of experts' balance losses and of further tokens' losses.
+
+    They are not in the loss that was just scaled. Which divisors each needs, its function knows: every
+    stage calls it, before backward.
+    """
+    scale = torch.ones(1, device=output_tensor.device)
+    if config.grad_scale_func is not None:
+        scale = config.grad_scale_func(scale)
+    for set_loss_scale in config.aux_loss_scale_funcs:
+        set_loss_scale(scale, num_microbatches, cp_group_size)
+
+
+# -- Tensors that stages exchange --
+
+
+def refuse_view(out: torch.Tensor) -> None:
+    """Raises ValueError: freeing this output would free nothing."""
+    raise ValueError(
+        f"the stage's output of shape {tuple(out.shape)} is a view, so freeing it would free "
+        "nothing; return a tensor of its own (for example `.clone()`), or turn "
+        "deallocate_pipeline_outputs off"
+    )
+
+
+def refuse_gradient(grad: torch.Tensor | None, output: torch.Tensor) -> None:
+    """Raises ValueError without a gradient, for several numbers; RuntimeError for another shape."""
+    if grad is None:
+        raise ValueError(
+            f"backward without a gradient needs a scalar, not shape {tuple(output.shape)}"
+        )
+    raise RuntimeError(f"a gradient of {tuple(grad.shape)} for {tuple(output.shape)}")
+
+
+def add_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Adds to `tensor.grad`, as autograd would for one more user of the tensor that was handed on."""
+    if grad is not None:
+        tensor.grad = grad if tensor.grad is None else tensor.grad + grad

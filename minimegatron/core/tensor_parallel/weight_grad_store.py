@@ -98,6 +98,12 @@ def weight_gradients_at_once() -> Iterator[None]:
     left.backward_dw()
 
 
+def weight_gradients_of(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
+    """Around a backward: at its end, what it has left for later is computed."""
+    is_deferring = config.delay_wgrad_compute or config.defer_embedding_wgrad_compute
+    return weight_gradients_at_once() if is_deferring else contextlib.nullcontext()
+
+
 def within_this_backward() -> Any:
     """Around a backward that a backward calls (recompute): its microbatch is the outer one's."""
     return _belongs_to(torch._C._current_graph_task_id())

@@ -76,7 +76,7 @@ FAULTS = (
     ),
     Fault(
         "chunks-share-an-iterator",
-        _PP + "interleaved.py",
+        _PP + "schedules.py",
         "            data_iterator[chunk_id],\n",
         "            data_iterator[0],\n",
         "All chunks read one iterator, which has each microbatch once: it is used up too early, and "
@@ -152,7 +152,7 @@ FAULTS = (
     ),
     Fault(
         "full-sequence-buffer",
-        _PP + "step_frame.py",
+        _PP + "p2p_communication.py",
         "    if config.sequence_parallel:\n        length //= tp_group.size()\n",
         "",
         "The buffer is for the whole sequence, but a part is sent: the receive raises an error.",

@@ -22,14 +22,14 @@ FAULTS_AROUND_A_STEP = (
     ),
     Fault(
         "launched-by-backward-and-schedule",
-        _PP + "step_frame.py",
+        _PP + "hooked_frame.py",
         "                if chunk_id not in self._synchronized_chunks:\n",
         "                if True:\n",
         "The first stage's last backward has launched its gradients, and the step's end does so again.",
     ),
     Fault(
         "gradients-launched-without-backward",
-        _PP + "step_frame.py",
+        _PP + "hooked_frame.py",
         "        if not self.forward_only:\n            for chunk_id",
         "        if True:\n            for chunk_id",
         "A step without backwards sends gradients.",

@@ -149,7 +149,7 @@ FAULTS_OF_MTP = (
     ),
     Fault(
         "mtp-messages-of-one-length",
-        "core/pipeline_parallel/step_frame.py",
+        "core/pipeline_parallel/p2p_communication.py",
         "    if sends_shapes(config):\n",
         "    if config.variable_seq_lengths:\n",
         "Behind a stage of their own for further tokens messages are 1 + K times as long as the next "

@@ -12,7 +12,7 @@ import torch
 
 from minimegatron.core import utils
 from minimegatron.core.models.T5.stack_split import StackSplit
-from minimegatron.core.pipeline_parallel import schedules, steps
+from minimegatron.core.pipeline_parallel import schedules, steps, user_results
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
@@ -112,7 +112,7 @@ class StackChunk(torch.nn.Module):
 
 
 def add_gradient(tensor, grad):
-    """`steps.add_gradient` as a kernel of its own, which checks what it adds."""
+    """`user_results.add_gradient` as a kernel of its own, which checks what it adds."""
     if grad is None:
         return
     chunk, microbatch = tensor.of
@@ -138,7 +138,7 @@ def run_case(case: Case, split: StackSplit) -> tuple[list[list], Network]:
     network, reports = Network(case.p), []
     with (
         mock.patch.object(utils, "_device", torch.device("cpu")),
-        mock.patch.object(steps, "add_gradient", add_gradient),
+        mock.patch.object(user_results, "add_gradient", add_gradient),
         no_numbers(),
         torch.set_grad_enabled(not case.forward_only),
     ):
