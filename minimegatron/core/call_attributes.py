@@ -18,3 +18,30 @@ def of_forward(arguments: dict[str, Any]) -> dict[str, Any]:
 def of_loss(arguments: dict[str, Any]) -> dict[str, Any]:
     """Of `forward_step_calc_loss`."""
     return {"chunk": arguments["vp_stage"] or 0}
+
+
+def of_message(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of a message that starts."""
+    message = arguments["message"]
+    return {
+        "peer": message.peer,
+        "payload": message.payload,
+        "doing": _doing(message),
+        "bytes": message.tensor.numel() * message.tensor.element_size(),
+    }
+
+
+def of_message_wait(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of waiting for a message; `number` says how many like it came before in this step."""
+    handle = arguments["handle"]
+    return {
+        "stage": handle.stage,
+        "peer": handle.message.peer,
+        "payload": handle.message.payload,
+        "doing": _doing(handle.message),
+        "number": handle.number,
+    }
+
+
+def _doing(message: Any) -> str:
+    return "sending" if message.is_send else "receiving"

@@ -31,9 +31,12 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.backend import get_timeout
+from minimegatron.core import call_attributes
 from minimegatron.core.collectives import is_tagged, num_begun
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.orders.work import ACTIVATION, GRADIENT, INTERLEAVED, SEND_LIMIT
+from minimegatron.core.pipeline_parallel import p2p_checks
+from minimegatron.core.pipeline_parallel.message_batches import MessageBatches
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.schedule_of_config import check_stages
 from minimegatron.core.tracing import traced
@@ -57,17 +60,6 @@ class TensorMessage(NamedTuple):
     """ACTIVATION or GRADIENT, or one of them followed by " shape"."""
     shape: Sequence[int] | None = None
     """Of a receive: what will come, [s/c/t, b, h]."""
-
-
-def describe_message(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What observers are told of a message that starts."""
-    message = arguments["message"]
-    return {
-        "peer": message.peer,
-        "payload": message.payload,
-        "doing": "sending" if message.is_send else "receiving",
-        "bytes": message.tensor.numel() * message.tensor.element_size(),
-    }
 
 
 class Handle(Protocol):
@@ -161,7 +153,7 @@ def communicator_of(
     return made
 
 
-class P2PCommunicator:
+class P2PCommunicator(MessageBatches):
     """Point-to-point communication of one stage with others of `pp_group`.
 
     Args:
@@ -199,14 +191,7 @@ class P2PCommunicator:
 
         The messages of an order have one order, and are not swapped.
         """
-        has_chunks = (self.virtual_pipeline_model_parallel_size or 1) > 1
-        if self.world_size == 2 and has_chunks and self.config.batch_p2p_comm:
-            raise ValueError(
-                "interleaving over 2 pipeline stages with batched messages can swap activations "
-                "and gradients: each rank is both neighbours of the other, and a batch pairs "
-                "messages by position only; set batch_p2p_comm=False (overlap_p2p_comm may then "
-                "be on or off), or use more than 2 stages"
-            )
+        p2p_checks.check_ring(self.config, self.world_size)
 
     # -- The edges of a step; the groups' are in `collectives` --
 
@@ -410,13 +395,10 @@ class P2PCommunicator:
         except (RuntimeError, OSError) as error:
             if starting is None:  # there was no room, or no memory
                 raise
-            raise ConnectionError(
-                f"stage {self.curr_rank_in_pg} lost stage {starting.peer} while starting a message "
-                f"({starting.payload}): {error}"
-            ) from error
+            raise p2p_checks.lost_at_start(self.curr_rank_in_pg, starting, error) from error
         return [self._handle(m, work, runs_on) for m, work in zip(ready, works, strict=True)]
 
-    @traced("p2p-start", describe_message)
+    @traced("p2p-start", call_attributes.of_message)
     def start(self, message: TensorMessage) -> Handle:
         """Starts one message. Raises what `torch.distributed` raises, if the peer has gone, say."""
         group, tag = self.pp_group, self._first_tag + TAGS[message.payload]
@@ -425,18 +407,6 @@ class P2PCommunicator:
         if hasattr(group, "receive_lent"):  # what is in shared memory need not be copied
             return group.receive_lent(message.tensor, message.peer, tag)
         return dist.irecv(message.tensor, group=group, group_src=message.peer, tag=tag)
-
-    def start_batch(self, messages: list[TensorMessage]) -> list[Handle]:
-        """Starts all messages together: none waits for another of its batch."""
-        if not messages:  # NCCL refuses an empty batch
-            return []
-        works = dist.batch_isend_irecv([self._operation(message) for message in messages])
-        return works * len(messages) if len(works) == 1 else works
-
-    @traced("p2p-start", describe_message)
-    def _operation(self, message: TensorMessage) -> dist.P2POp:
-        start = dist.isend if message.is_send else dist.irecv
-        return dist.P2POp(start, message.tensor, group=self.pp_group, group_peer=message.peer)
 
     def _make_room(self, unfinished: deque[Started]) -> None:
         while len(unfinished) >= self.send_limit:
@@ -471,30 +441,6 @@ class P2PCommunicator:
             handle.wait()
         return handle
 
-    # -- Shapes ahead --
-
-    def _with_shapes(self, messages: list[TensorMessage], overlap: bool) -> list[TensorMessage]:
-        # Three int64 per message, so tensors between stages must have three dimensions.
-        if all(message.payload not in (ACTIVATION, GRADIENT) for message in messages):
-            return messages  # none, or these are the shapes
-        handles = self.exchange([self._size_message(message) for message in messages], overlap)
-        return [
-            message if message.is_send else message._replace(shape=handle.wait().tolist())
-            for message, handle in zip(messages, handles, strict=True)
-        ]
-
-    def _size_message(self, message: TensorMessage) -> TensorMessage:
-        if not message.is_send:
-            sizes = torch.empty(3, dtype=torch.int64, device=self.device)
-        elif message.tensor.dim() == 3:
-            sizes = torch.tensor(message.tensor.shape, dtype=torch.int64, device=self.device)
-        else:
-            raise ValueError(
-                f"three sizes are sent ahead of a message, but this stage's tensor has shape "
-                f"{tuple(message.tensor.shape)}; make it [sequence, batch, hidden]"
-            )
-        return message._replace(tensor=sizes, payload=f"{message.payload} shape")
-
 
 def _await(handle: Started) -> None:
     message, work = handle.message, handle.work
@@ -503,27 +449,10 @@ def _await(handle: Started) -> None:
         wait = getattr(work, "wait_until_taken", None)
         work.wait(*handle.limit) if wait is None else wait()
     except (RuntimeError, OSError) as error:
-        doing = "sending" if message.is_send else "receiving"
-        what = f"{'an' if message.payload.startswith('a') else 'a'} {message.payload}"
-        shape = message.shape if message.tensor is None else message.tensor.shape
-        raise ConnectionError(
-            f"stage {handle.stage} lost stage {message.peer} while {doing} {what} of "
-            f"shape {tuple(shape)}: {error}"
-        ) from error
+        raise p2p_checks.lost_under_way(handle.stage, message, error) from error
 
 
-def _describe_wait(arguments: dict[str, Any]) -> dict[str, Any]:
-    handle: Started = arguments["handle"]
-    return {
-        "stage": handle.stage,
-        "peer": handle.message.peer,
-        "payload": handle.message.payload,
-        "doing": "sending" if handle.message.is_send else "receiving",
-        "number": handle.number,
-    }
-
-
-_wait_for = traced("p2p-wait", _describe_wait)(_await)
+_wait_for = traced("p2p-wait", call_attributes.of_message_wait)(_await)
 
 _untaken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

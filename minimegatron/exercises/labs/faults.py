@@ -100,9 +100,9 @@ FAULTS = (
     ),
     Fault(
         "batched-ring-of-two",
-        _PP + "p2p_communication.py",
-        "        if self.world_size == 2 and has_chunks",
-        "        if False and has_chunks",
+        _PP + "p2p_checks.py",
+        "    if num_stages == 2 and has_chunks",
+        "    if False and has_chunks",
         "Interleaving over two stages in batches is let through; tensors can cross.",
     ),
     Fault(
@@ -114,7 +114,7 @@ FAULTS = (
     ),
     Fault(
         "empty-batch-is-started",
-        _PP + "p2p_communication.py",
+        _PP + "message_batches.py",
         "        if not messages:  # NCCL refuses an empty batch\n            return []\n",
         "",
         "An exchange with nothing in it starts a batch of no messages, which NCCL refuses.",
