@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
-    {"core.left_out_record"},
+    {"core.left_out_record", "core.pipeline_parallel.interleaving_checks"},
     {"core.batch_rampup", "core.left_out", "core.scheduler_state", "exports", "moved"},
     {
         "core",
@@ -45,6 +45,7 @@ LAYERS = [
         "core.orders.placement",
         "core.orders.work",
         "core.output",
+        "core.pipeline_parallel.loop_of_pairs",
         "core.pipeline_parallel.schedule_table",
         "core.rank_generator",
         "core.straggler_words",
@@ -54,10 +55,11 @@ LAYERS = [
         "exercises",
     },
     {
-        "core.model_parallel_config",
         "core.pipeline_parallel.loops",
+        "core.second_subjects",
         "core.recorded_graph",
     },
+    {"core.model_parallel_config"},
     {"core.orders"},
     {"core.schedule_of_config"},
     {"backend"},

@@ -31,8 +31,8 @@ from short_warmup import both_warmups
 from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
 from minimegatron.core.orders.placement import LOOP, V
 from minimegatron.core.orders.send_limits import FORWARD_ONLY_SEND_LIMIT
+from minimegatron.core.pipeline_parallel.interleaving_checks import check_interleaving
 from minimegatron.core.pipeline_parallel.schedule_table import (
-    check_interleaving,
     get_schedule_table,
 )
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func

@@ -7,13 +7,13 @@ checked by the pipeline's communicator.
 
 from typing import Any
 
-from minimegatron.core.model_parallel_config import schedule_checks
 from minimegatron.core.orders.orders import (
     INTERLEAVED,
     NO_PIPELINING,
     get_schedule,
     require_own_name,
 )
+from minimegatron.core.second_subjects import schedule_checks
 
 
 def check_schedule(config: Any) -> None:

@@ -38,7 +38,7 @@ from minimegatron.core.orders.orders import (
     schedule_of,
 )
 from minimegatron.core.orders.placement import LINE, Placement, usual_placement
-from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
+from minimegatron.core.pipeline_parallel.interleaving_checks import check_interleaving
 from minimegatron.planner import written_loops as _with_messages  # noqa: F401 (registers them)
 from minimegatron.planner.actions import (
     ACTIVATION,

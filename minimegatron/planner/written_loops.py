@@ -22,12 +22,12 @@ from minimegatron.core.orders.orders import (
     ONE_F_ONE_B,
     written_as,
 )
+from minimegatron.core.pipeline_parallel.loop_of_pairs import one_stage_in_pairs
 from minimegatron.core.pipeline_parallel.loops import (
     Chunk,
     Communicator,
     no_pipelining,
     one_f_one_b,
-    one_stage_in_pairs,
 )
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 

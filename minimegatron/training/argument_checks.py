@@ -17,7 +17,7 @@ import typing
 import torch
 
 from minimegatron.core.knobs import check_limits
-from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
+from minimegatron.core.pipeline_parallel.interleaving_checks import check_interleaving
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.argument_utils import flag_name, flags_by_name

@@ -24,9 +24,9 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
 )
 from minimegatron.core.knobs import Knob
 from minimegatron.core.left_out_record import known_fields
-from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.orders.orders import get_schedule
+from minimegatron.core.second_subjects import enter_hooks
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )

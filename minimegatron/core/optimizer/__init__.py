@@ -23,7 +23,6 @@ from minimegatron.core.distributed.setup_checks import (
     note_saved_buffers,
     refuse_shared_weights,
 )
-from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -45,6 +44,7 @@ from minimegatron.core.optimizer.optimizer_config import (
 )
 from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
+from minimegatron.core.second_subjects import enter_hooks
 from minimegatron.core.tensor_parallel.random import check_same_dropout
 from minimegatron.exports import lazily
 

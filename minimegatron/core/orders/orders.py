@@ -56,11 +56,11 @@ from minimegatron.core.orders.work import (
     Work,
     pair,
 )
+from minimegatron.core.pipeline_parallel.interleaving_checks import check_interleaving
 from minimegatron.core.pipeline_parallel.loops import no_pipelining as loop_without_pipeline
 from minimegatron.core.pipeline_parallel.loops import one_f_one_b
 from minimegatron.core.pipeline_parallel.schedule_table import (
     InterleavedOrder,
-    check_interleaving,
 )
 
 # -- What an order sees --

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.loops import InterleavedRun, one_stage_in_pairs
+from minimegatron.core.pipeline_parallel.loop_of_pairs import one_stage_in_pairs
+from minimegatron.core.pipeline_parallel.loops import InterleavedRun
 from minimegatron.core.pipeline_parallel.p2p_communication import Shape  # noqa: F401  Megatron's
 from minimegatron.core.pipeline_parallel.schedule_node import AbstractSchedulePlan, detached
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
@@ -244,7 +245,7 @@ class CombinedSteps:
             self._microbatch_id,
             order.model_chunk_id,
             bool,
-            order.is_first_microbatch_for_model_chunk,
+            lambda k: order.microbatch_id(k) == 0,
             first.collect_non_loss_data,
             f_k,
             b_k,

@@ -11,7 +11,7 @@ loop does.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
@@ -45,17 +45,6 @@ def no_pipelining(chunk: Chunk) -> None:
         chunk.forward_step(i, None)
         if not chunk.forward_only:
             chunk.backward_step(None)
-
-
-def one_stage_in_pairs(step: Callable[[int | None, bool], None], num_microbatches: int) -> None:
-    """Combined 1F1B without a pipeline: each forward beside the backward of the microbatch before.
-
-    `step` does a forward, if it gets a microbatch, and a backward, if its second argument says so.
-    """
-    step(0, False)
-    for i in range(1, num_microbatches):
-        step(i, True)
-    step(None, True)
 
 
 def one_f_one_b(chunk: Chunk, p2p: Communicator, recv_shapes: Any, send_shapes: Any) -> None:

@@ -12,6 +12,8 @@ microbatch id* k = 0 .. M*v - 1, its place in that order.
 
 from typing import NamedTuple
 
+from minimegatron.core.pipeline_parallel.interleaving_checks import check_interleaving
+
 
 class RankMicrobatches(NamedTuple):
     """How many of a stage's forwards belong to which phase. Counts virtual microbatches."""
@@ -71,28 +73,6 @@ def count_rank_microbatches(
     are_all_in_warmup = num_warmup >= total
     num_warmup = min(num_warmup, total)
     return RankMicrobatches(total, are_all_in_warmup, num_warmup, total - num_warmup)
-
-
-def check_interleaving(
-    pp_size: int, num_microbatches: int, microbatch_group_size_per_vp_stage: int
-) -> None:
-    """Raises ValueError unless p <= G <= M and the last group has 0 or at least p microbatches.
-
-    A group shorter than the pipeline returns to a stage before the stage has finished with the
-    group's previous chunk: its messages would arrive out of the order that the stage expects.
-    """
-    p, M, G = pp_size, num_microbatches, microbatch_group_size_per_vp_stage
-    if not p <= G <= M:
-        raise ValueError(
-            f"interleaving needs pipeline size <= group size <= microbatches, but they are "
-            f"{p}, {G} and {M}; set microbatch_group_size_per_vp_stage between {p} and {M}"
-            + (f", and use at least {p} microbatches" if p > M else "")
-        )
-    if 0 < M % G < p:
-        raise ValueError(
-            f"{M} microbatches in groups of {G} leave a last group of {M % G}, shorter than the "
-            f"{p} pipeline stages; use {M - M % G} or {M - M % G + p} microbatches, or other groups"
-        )
 
 
 def get_schedule_table(
@@ -178,14 +158,6 @@ class InterleavedOrder:
         """The chunk that the k-th forward (or backward) runs."""
         chunk = self.table[k][1]
         return chunk if forward else self.num_model_chunks - 1 - chunk
-
-    def is_first_microbatch_for_model_chunk(self, k: int) -> bool:
-        """True where the k-th forward is its chunk's first."""
-        return self.table[k][0] == 0
-
-    def is_last_microbatch_for_model_chunk(self, k: int) -> bool:
-        """True where the k-th backward is its chunk's last: its gradients are then complete."""
-        return self.table[k][0] == self.num_microbatches - 1
 
     def is_first_virtual_stage(self, model_chunk_id: int) -> bool:
         """True for the chunk that starts from data instead of a message."""

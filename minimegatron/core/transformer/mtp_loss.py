@@ -14,8 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from minimegatron.core.collectives import all_reduce
-from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.orders.orders import placement_of
+from minimegatron.core.second_subjects import enter_hooks
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,

@@ -68,7 +68,7 @@ FAULTS = (
     ),
     Fault(
         "short-group-allowed",
-        _PP + "schedule_table.py",
+        _PP + "interleaving_checks.py",
         "if 0 < M % G < p:",
         "if False:",
         "A last group shorter than the pipeline is let through. A forward then comes before its "
