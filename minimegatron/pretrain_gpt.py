@@ -3,7 +3,7 @@
 It calls `pretrain` once, and is then called back through the functions that `main` hands over.
 Counterpart: `pretrain_gpt.py` at the top of Megatron-LM.
 
-The functions come in this order: the model, the data, one microbatch, what an evaluation adds, the run.
+The functions come in this order: the model, the data, one microbatch, the run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_builder import (
     BlendedMegatronDatasetBuilder,
 )
 from minimegatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from minimegatron.core.datasets.stdlib_corpus import (
-    STDLIB,
-    StdlibGPTDataset,
-    validation_unigram_entropy,
-)
+from minimegatron.core.datasets.stdlib_corpus import STDLIB, StdlibGPTDataset
 from minimegatron.core.datasets.utils import get_blend_from_list
 from minimegatron.core.enums import ModelType
 from minimegatron.core.models.gpt.gpt_layer_specs import (
@@ -35,8 +31,8 @@ from minimegatron.core.transformer.multi_token_prediction import mtp_on_this_ran
 from minimegatron.core.utils import get_attr_wrapped_model, or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
+from minimegatron.training.gpt_evaluation import after_evaluation, write_sample
 from minimegatron.training.result_checks import check_loss
-from minimegatron.training.text_generation import generate
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
     GPT_BATCH_KEYS,
@@ -46,7 +42,6 @@ from minimegatron.training.utils import (
     check_loss_mask,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
-    print_rank_0,
 )
 
 stimer = StragglerDetector()
@@ -182,24 +177,6 @@ def forward_step(
             tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
         )
     return output_tensor, partial(loss_func, loss_mask, model=model)
-
-
-def write_sample(model: list[torch.nn.Module]) -> str:
-    """During each evaluation, on every rank: some text by the model, with `--sample-tokens`."""
-    return generate(model, prompt="def ", num_tokens=get_args().sample_tokens)
-
-
-def after_evaluation(sample: str, iteration: int, writer: Any) -> None:
-    """Below the validation loss: what to hold it against, and the sample."""
-    args = get_args()
-    if args.data_path is None:
-        entropy = validation_unigram_entropy(get_tokenizer(), args.split)
-        print_rank_0(
-            f" for comparison: unigram entropy of the validation text {entropy:.4f} nats/byte, "
-            "the best loss without knowing any order"
-        )
-    if args.sample_tokens > 0:
-        print_rank_0(f" a sample of what the model writes:\n\n{sample}\n")
 
 
 def main() -> None:

@@ -8,13 +8,12 @@ from minimegatron.core.enums import ModelType
 from minimegatron.core.models.mamba.mamba_layer_specs import get_mamba_stack_spec
 from minimegatron.core.models.mamba.mamba_model import MambaModel
 from minimegatron.pretrain_gpt import (
-    after_evaluation,
     forward_step,
     train_valid_test_datasets_provider,
-    write_sample,
 )
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args
+from minimegatron.training.gpt_evaluation import after_evaluation, write_sample
 from minimegatron.training.training import pretrain
 
 

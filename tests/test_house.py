@@ -29,7 +29,14 @@ MAX_FILE_LINES = 400
 
 LAYERS = [
     {"core.left_out_record", "core.pipeline_parallel.interleaving_checks"},
-    {"core.batch_rampup", "core.left_out", "core.scheduler_state", "exports", "moved"},
+    {
+        "core.batch_rampup",
+        "core.batch_sizes",
+        "core.left_out",
+        "core.scheduler_state",
+        "exports",
+        "moved",
+    },
     {
         "core",
         "core.activations",
@@ -56,6 +63,7 @@ LAYERS = [
     },
     {
         "core.pipeline_parallel.loops",
+        "core.microbatch_getters",
         "core.second_subjects",
         "core.recorded_graph",
     },
@@ -120,6 +128,7 @@ MEGATRONS_TWICE = ("enums.py", "utils.py")
 
 TORCH_FREE = [
     "minimegatron.core.batch_rampup",
+    "minimegatron.core.batch_sizes",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",

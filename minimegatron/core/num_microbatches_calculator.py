@@ -9,14 +9,26 @@ number is a fact of the whole run, which the schedule's caller and the data side
 """
 
 import logging
-from abc import ABC, abstractmethod
 
 from minimegatron.core.batch_rampup import BatchRampup, rampup_arguments
+from minimegatron.core.batch_sizes import BatchSizes
+from minimegatron.exports import lazily
 
 logger = logging.getLogger(__name__)
 
+_ON_DEMAND = "minimegatron.core.microbatch_getters"
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "destroy_num_microbatches_calculator": f"{_ON_DEMAND}:destroy_num_microbatches_calculator",
+        "get_current_running_global_batch_size": f"{_ON_DEMAND}:get_current_running_global_batch_size",
+        "get_micro_batch_size": f"{_ON_DEMAND}:get_micro_batch_size",
+        "unset_num_microbatches_calculator": f"{_ON_DEMAND}:unset_num_microbatches_calculator",
+    },
+)
 
-class NumMicroBatchesCalculator(ABC):
+
+class NumMicroBatchesCalculator(BatchSizes):
     """The three numbers everybody asks for, and how they follow from consumed samples.
 
     Sizes are in samples. `current_running_global_batch_size` differs from
@@ -31,21 +43,14 @@ class NumMicroBatchesCalculator(ABC):
         data_parallel_size: int,
         decrease_batch_size_if_needed: bool = False,
     ):
-        for name, size in (
-            ("global_batch_size", global_batch_size),
-            ("micro_batch_size", micro_batch_size),
-            ("data_parallel_size", data_parallel_size),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} is {size}; give 1 or more")
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.data_parallel_size = data_parallel_size
         self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
         self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
         self.num_micro_batches = 0
-        self.current_global_batch_size = 0
-        self.current_running_global_batch_size = 0
+        self.current_global_batch_size = self.current_running_global_batch_size = 0
+        self.check_sizes()
 
     def get(self) -> int:
         """Microbatches per data-parallel rank and step."""
@@ -55,36 +60,12 @@ class NumMicroBatchesCalculator(ABC):
         """Samples per step, over all data-parallel ranks."""
         return self.current_global_batch_size
 
-    def get_micro_batch_size(self) -> int:
-        """Samples per microbatch."""
-        return self.micro_batch_size
-
-    def get_current_running_global_batch_size(self) -> int:
-        """Samples per step that the data-parallel ranks share out evenly."""
-        return self.current_running_global_batch_size
-
-    @abstractmethod
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Sets the three numbers for the step that starts after `consumed_samples`."""
-
     def _set_global_batch_size(self, size: int) -> None:
         """Takes `size`; the caller has made sure that it divides, or may be rounded down."""
         unit = self.micro_batch_times_data_parallel_size
         self.current_global_batch_size = size
         self.current_running_global_batch_size = size // unit * unit
         self.num_micro_batches = size // unit
-
-    def _check_divisible(self, size: int, what: str) -> None:
-        """Raises ValueError unless whole microbatches for every rank make up `size`."""
-        unit = self.micro_batch_times_data_parallel_size
-        if self.decrease_batch_size_if_needed and size >= unit:
-            return
-        if size % unit:
-            raise ValueError(
-                f"{what} {size} is not divisible by micro_batch_size ({self.micro_batch_size}) x "
-                f"data_parallel_size ({self.data_parallel_size}) = {unit}; "
-                f"try {max(size // unit, 1) * unit}, or a smaller micro_batch_size"
-            )
 
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -143,14 +124,8 @@ def init_num_microbatches_calculator(
         "the number-of-microbatches calculator is already set up; call "
         "destroy_num_microbatches_calculator() or reconfigure_num_microbatches_calculator(...)"
     )
-    reconfigure_num_microbatches_calculator(
-        rank,
-        rampup_batch_size,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
-    )
+    sizes = (global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+    reconfigure_num_microbatches_calculator(rank, rampup_batch_size, *sizes)
 
 
 def reconfigure_num_microbatches_calculator(
@@ -163,26 +138,16 @@ def reconfigure_num_microbatches_calculator(
 ) -> None:
     """As `init_num_microbatches_calculator`, replacing what is there."""
     global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    sizes = (global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
     _GLOBAL_NUM_MICROBATCHES_CALCULATOR = _build_num_microbatches_calculator(
-        rank,
-        rampup_batch_size,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
+        rank, rampup_batch_size, *sizes
     )
 
 
 def _build_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: list[int] | None,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int,
-    decrease_batch_size_if_needed: bool,
+    rank: int, rampup_batch_size: list[int] | None, *sizes: int
 ) -> NumMicroBatchesCalculator:
     """The calculator for these sizes, without making it the run's."""
-    sizes = (global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
     if rampup_batch_size is None:
         calculator = ConstantNumMicroBatchesCalculator(*sizes)
     else:
@@ -192,15 +157,6 @@ def _build_num_microbatches_calculator(
     if rank == 0:
         logger.info("%d microbatches per step at first", calculator.get())
     return calculator
-
-
-def destroy_num_microbatches_calculator() -> None:
-    """Forgets the run's calculator."""
-    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = None
-
-
-unset_num_microbatches_calculator = destroy_num_microbatches_calculator
 
 
 def _calculator() -> NumMicroBatchesCalculator:
@@ -220,16 +176,6 @@ def get_num_microbatches() -> int:
 def get_current_global_batch_size() -> int:
     """Samples in the current step, over all data-parallel ranks."""
     return _calculator().get_current_global_batch_size()
-
-
-def get_micro_batch_size() -> int:
-    """Samples per microbatch."""
-    return _calculator().get_micro_batch_size()
-
-
-def get_current_running_global_batch_size() -> int:
-    """Samples in the current step that the data-parallel ranks share out evenly."""
-    return _calculator().get_current_running_global_batch_size()
 
 
 def update_num_microbatches(

@@ -8,17 +8,17 @@ from minimegatron.exports import lazily
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "get_adlr_autoresume": "minimegatron.training.global_vars:get_adlr_autoresume",
+        "get_adlr_autoresume": "minimegatron.training.curves:get_adlr_autoresume",
         "get_args": "minimegatron.training.global_vars:get_args",
         "get_model": "minimegatron.training.model_setup:get_model",
-        "get_one_logger": "minimegatron.training.global_vars:get_one_logger",
-        "get_tensorboard_writer": "minimegatron.training.global_vars:get_tensorboard_writer",
+        "get_one_logger": "minimegatron.training.curves:get_one_logger",
+        "get_tensorboard_writer": "minimegatron.training.curves:get_tensorboard_writer",
         "get_timers": "minimegatron.training.global_vars:get_timers",
         "get_tokenizer": "minimegatron.training.global_vars:get_tokenizer",
         "get_train_valid_test_num_samples": (
             "minimegatron.training.data_iterators:get_train_valid_test_num_samples"
         ),
-        "get_wandb_writer": "minimegatron.training.global_vars:get_wandb_writer",
+        "get_wandb_writer": "minimegatron.training.curves:get_wandb_writer",
         "initialize_megatron": "minimegatron.training.initialize:initialize_megatron",
         "is_last_rank": "minimegatron.training.utils:is_last_rank",
         "pretrain": "minimegatron.training.training:pretrain",

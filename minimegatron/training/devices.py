@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minimegatron.core.utils import device_is_asynchronous, get_device
+from minimegatron.training.utils import print_rank_0
 
 FUSED = [
     SDPBackend.FLASH_ATTENTION,
@@ -176,6 +177,16 @@ def has_fused_attention(head_size: int, dtype: torch.dtype) -> bool:
     except RuntimeError:  # "No available kernel"
         return False
     return True
+
+
+def warn_of_slow_attention(head_size: int, dtype: torch.dtype) -> None:
+    """Prints a line where torch computes attention in several steps on this device."""
+    if device_is_asynchronous() and not has_fused_attention(head_size, dtype):
+        print_rank_0(
+            f"> attention: torch has no fused kernel here for heads of {head_size} elements in "
+            f"{dtype}, so it is slow; choose --hidden-size and --num-attention-heads whose quotient "
+            "is a multiple of 8, and at most 256"
+        )
 
 
 def give_memory_back(*_: Any) -> None:

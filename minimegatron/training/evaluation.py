@@ -17,13 +17,10 @@ from tqdm import tqdm
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tracing import traced
-from minimegatron.training.global_vars import (
-    get_args,
-    get_tensorboard_writer,
-    get_train_state,
-    write_curves,
-)
+from minimegatron.training.curves import get_tensorboard_writer, write_curves
+from minimegatron.training.global_vars import get_args, get_train_state
 from minimegatron.training.pipeline_schedule import schedule_of_run
+from minimegatron.training.progress import Progress
 from minimegatron.training.reruns import not_rerun
 from minimegatron.training.utils import (
     broadcast_from_last_stage,
@@ -153,3 +150,58 @@ def evaluate_and_print_results(
     if process_non_loss_data_func is not None:
         process_non_loss_data_func(collected, iteration, get_tensorboard_writer())
     return losses
+
+
+def evaluate_if_due(
+    forward_step_func: Callable,
+    valid_data_iterator: Iterator | list[Iterator] | None,
+    model: list[torch.nn.Module],
+    config: ModelParallelConfig,
+    process_non_loss_data_func: Callable | None,
+    non_loss_data_func: Callable | None,
+    progress: Progress,
+) -> None:
+    """Every `--eval-interval` steps, but not after the last: `evaluate_after_training` comes then."""
+    args, state = get_args(), get_train_state()
+    interval, iteration = args.eval_interval, state.iteration
+    is_due = interval is not None and iteration % interval == 0 and iteration < args.train_iters
+    if is_due and state.do_valid:
+        evaluate_and_print_results(
+            f"iteration {iteration}",
+            forward_step_func,
+            valid_data_iterator,
+            model,
+            iteration,
+            process_non_loss_data_func,
+            config,
+            non_loss_data_func=non_loss_data_func,
+        )
+        progress.restart()
+
+
+def evaluate_after_training(
+    forward_step_func: Callable,
+    iterators: tuple[Any, Any],
+    model: list[torch.nn.Module],
+    config: ModelParallelConfig,
+    process_non_loss_data_func: Callable | None,
+    non_loss_data_func: Callable | None,
+) -> None:
+    """On the validation and the test data, unless the run ends early."""
+    state, funcs = get_train_state(), (process_non_loss_data_func, non_loss_data_func)
+    for name, iterator, wanted, (process_func, non_loss_func) in (
+        ("validation", iterators[0], state.do_valid, funcs),
+        ("test", iterators[1], state.do_test, (None, None)),
+    ):
+        if wanted and state.exit_reason is None:
+            evaluate_and_print_results(
+                f"iteration {state.iteration} on {name} set",
+                forward_step_func,
+                iterator,
+                model,
+                state.iteration,
+                process_func,
+                config,
+                non_loss_data_func=non_loss_func,
+                write_to_tensorboard=name == "validation",
+            )

@@ -53,6 +53,19 @@ def checkpoint_and_decide_exit(
     return state.exit_reason is not None
 
 
+def checkpoint_after_training(
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+) -> None:
+    """The last checkpoint, of a run that came to its end."""
+    args, state = get_args(), get_train_state()
+    if state.exit_reason is None:
+        print_rank_0("after training is done")
+        if args.save is not None:
+            save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
+
+
 def _reason_to_exit(iteration: int) -> str | None:
     args = get_args()
     minutes = (time.monotonic() - _start_time) / 60.0

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.core.utils import device_is_asynchronous
 from minimegatron.doctor.session import watch_ranks
 from minimegatron.exports import lazily
 from minimegatron.training import failures
 from minimegatron.training.arguments import params_dtype, parse_args
 from minimegatron.training.captured_step import describe_graph
 from minimegatron.training.config import Arguments
-from minimegatron.training.devices import has_fused_attention
+from minimegatron.training.devices import warn_of_slow_attention
 from minimegatron.training.ending import end_properly
 from minimegatron.training.global_vars import get_train_state, set_global_variables
 from minimegatron.training.pipeline_schedule import pipeline_placement
@@ -59,7 +58,7 @@ def initialize_megatron(
         refuse(reason)
     set_global_variables(args)
     _initialize_distributed(args, get_embedding_ranks, get_position_embedding_ranks)
-    _warn_of_slow_attention(args)
+    warn_of_slow_attention(args.hidden_size // args.num_attention_heads, params_dtype(args))
     get_train_state().iterations_to_skip = iterations_to_skip(args)
     describe_graph(args)
     print_rank_0(f"> setting random seeds to {args.seed} ...")
@@ -94,26 +93,13 @@ def _initialize_distributed(
         failures.watch_peers()
         if args.hang_timeout is not None:
             watch_ranks(args.hang_timeout, os.environ.get("MASTER_ADDR", "localhost"))
+    c = args.context_parallel_size
+    context = f"context {c} x " if c > 1 else ""
     print_rank_0(
         f"> {args.world_size} ranks: tensor {args.tensor_model_parallel_size} x "
-        f"{_context(args)}pipeline {args.pipeline_model_parallel_size} x "
+        f"{context}pipeline {args.pipeline_model_parallel_size} x "
         f"data {args.data_parallel_size}, {dist.get_backend()}"
     )
-
-
-def _context(args: Arguments) -> str:
-    c = args.context_parallel_size
-    return f"context {c} x " if c > 1 else ""
-
-
-def _warn_of_slow_attention(args: Arguments) -> None:
-    head_size, dtype = args.hidden_size // args.num_attention_heads, params_dtype(args)
-    if device_is_asynchronous() and not has_fused_attention(head_size, dtype):
-        print_rank_0(
-            f"> attention: torch has no fused kernel here for heads of {head_size} elements in "
-            f"{dtype}, so it is slow; choose --hidden-size and --num-attention-heads whose quotient "
-            "is a multiple of 8, and at most 256"
-        )
 
 
 def set_random_seed(seed: int, data_parallel_random_init: bool = False) -> None:

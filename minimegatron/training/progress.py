@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.num_microbatches_calculator import get_current_global_batch_size
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.straggler_detector import StragglerDetector
+from minimegatron.training.curves import write_curves
 from minimegatron.training.global_vars import (
     get_args,
     get_timers,
     get_train_state,
-    write_curves,
 )
 from minimegatron.training.utils import broadcast_from_last_stage, print_rank_0
 
@@ -140,3 +142,11 @@ FORMATS = {
     "load imbalance": ".2f",
 }
 """How the log line shows values other than losses."""
+
+
+def describe_model(config: ModelParallelConfig, model: list[torch.nn.Module]) -> dict[str, float]:
+    """What parts of the model have to say for a line of the log."""
+    found: dict[str, float] = {}
+    for describe in config.log_funcs:
+        found |= describe(model, ProcessGroupCollection.use_mpu_process_groups())
+    return found

@@ -34,31 +34,26 @@ from minimegatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
 )
-from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_model_config, or_one
+from minimegatron.exports import lazily
 from minimegatron.training import failures
-from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.data_iterators import build_train_valid_test_data_iterators
 from minimegatron.training.dist_signal_handler import signals_remembered
-from minimegatron.training.evaluation import evaluate, evaluate_and_print_results
+from minimegatron.training.evaluation import evaluate_after_training, evaluate_if_due
 from minimegatron.training.exit_conditions import (
+    checkpoint_after_training,
     checkpoint_and_decide_exit,
     end_after_rejected_result,
 )
 from minimegatron.training.function_checks import check_functions, takes
 from minimegatron.training.global_vars import get_args, get_timers, get_train_state
 from minimegatron.training.initialize import initialize_megatron
-from minimegatron.training.model_setup import (
-    get_megatron_optimizer_config,
-    get_model,
-    get_optimizer_param_scheduler,
-    setup_model_and_optimizer,
-)
+from minimegatron.training.model_setup import setup_model_and_optimizer
 from minimegatron.training.pipeline_schedule import schedule_of_run
-from minimegatron.training.progress import Progress, training_log
-from minimegatron.training.reruns import dummy_train_step, keep_state_for_reruns, skip_iteration
+from minimegatron.training.progress import Progress, describe_model, training_log
+from minimegatron.training.reruns import keep_state_for_reruns, skip_iteration
 from minimegatron.training.utils import (
     logical_and_across_model_parallel_group,
     print_rank_0,
@@ -67,22 +62,18 @@ from minimegatron.training.utils import (
 )
 from minimegatron.training.watching import watched
 
-__all__ = [
-    "checkpoint_and_decide_exit",
-    "build_train_valid_test_data_iterators",
-    "dummy_train_step",
-    "evaluate",
-    "evaluate_and_print_results",
-    "get_megatron_optimizer_config",
-    "get_model",
-    "get_optimizer_param_scheduler",
-    "pretrain",
-    "setup_model_and_optimizer",
-    "train",
-    "train_step",
-    "training_log",
-]
-
+_SETUP = "minimegatron.training.model_setup"
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "dummy_train_step": "minimegatron.training.reruns:dummy_train_step",
+        "evaluate": "minimegatron.training.evaluation:evaluate",
+        "evaluate_and_print_results": "minimegatron.training.evaluation:evaluate_and_print_results",
+        "get_megatron_optimizer_config": f"{_SETUP}:get_megatron_optimizer_config",
+        "get_model": f"{_SETUP}:get_model",
+        "get_optimizer_param_scheduler": f"{_SETUP}:get_optimizer_param_scheduler",
+    },
+)
 
 NOTHING_TO_DO = "nothing is trained: no iterations are left, or the provider gave no training data"
 
@@ -138,7 +129,7 @@ def pretrain(
             get_embedding_ranks=get_embedding_ranks,
             get_position_embedding_ranks=get_position_embedding_ranks,
         )
-        args, state = get_args(), get_train_state()
+        state = get_train_state()
         model, optimizer, opt_param_scheduler = setup_model_and_optimizer(
             model_provider, model_type
         )
@@ -164,27 +155,9 @@ def pretrain(
                     wrap_forward_backward_func=wrap_forward_backward_func,
                     data_iterator_func=data_iterator_func,
                 )
-                if state.exit_reason is None:
-                    print_rank_0("after training is done")
-                    if args.save is not None:
-                        save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
-            non_loss_funcs = (process_non_loss_data_func, non_loss_data_func)
-            for name, iterator, wanted, (process_func, non_loss_func) in (
-                ("validation", valid_iterator, state.do_valid, non_loss_funcs),
-                ("test", test_iterator, state.do_test, (None, None)),
-            ):
-                if wanted and state.exit_reason is None:
-                    evaluate_and_print_results(
-                        f"iteration {state.iteration} on {name} set",
-                        forward_step_func,
-                        iterator,
-                        model,
-                        state.iteration,
-                        process_func,
-                        config,
-                        non_loss_data_func=non_loss_func,
-                        write_to_tensorboard=name == "validation",
-                    )
+                checkpoint_after_training(model, optimizer, opt_param_scheduler)
+            iterators, funcs = (valid_iterator, test_iterator), others
+            evaluate_after_training(forward_step_func, iterators, model, config, *funcs)
         failures.leave_together()
     if state.exit_code:
         sys.exit(state.exit_code)
@@ -241,7 +214,7 @@ def train(
     if wrap_forward_backward_func is not None:
         forward_backward_func = wrap_forward_backward_func(forward_backward_func)
 
-    describe_more = partial(_describe_model, config, model)
+    describe_more = partial(describe_model, config, model)
     with Progress(args.train_iters, state.iteration, describe_more) as progress:
         while state.iteration < args.train_iters:
             update_num_microbatches(state.consumed_train_samples, consistency_check=True)
@@ -278,37 +251,20 @@ def train(
                 num_zeros_in_grad,
                 progress,
             )
-            if _is_due(args.eval_interval) and state.do_valid:
-                evaluate_and_print_results(
-                    f"iteration {state.iteration}",
-                    forward_step_func,
-                    valid_data_iterator,
-                    model,
-                    state.iteration,
-                    process_non_loss_data_func,
-                    config,
-                    non_loss_data_func=non_loss_data_func,
-                )
-                progress.restart()
+            evaluate_if_due(
+                forward_step_func,
+                valid_data_iterator,
+                model,
+                config,
+                process_non_loss_data_func,
+                non_loss_data_func,
+                progress,
+            )
             if checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, state.iteration):
                 break
             if state.saved_iteration == state.iteration:
                 progress.restart()
     return state.iteration
-
-
-def _describe_model(config: ModelParallelConfig, model: list[torch.nn.Module]) -> dict[str, float]:
-    """What parts of the model have to say for a line of the log."""
-    found: dict[str, float] = {}
-    for describe in config.log_funcs:
-        found |= describe(model, ProcessGroupCollection.use_mpu_process_groups())
-    return found
-
-
-def _is_due(interval: int | None) -> bool:
-    """After every `interval` steps, but not after the last: `pretrain` does then what is due."""
-    iteration = get_train_state().iteration
-    return interval is not None and iteration % interval == 0 and iteration < get_args().train_iters
 
 
 def _connect_schedule(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from minimegatron.core import utils
-from minimegatron.training import devices, initialize, process_group
+from minimegatron.training import devices, process_group
 from minimegatron.training.devices import agree_on_device, choose_device, is_supported
 from tests.ways_of_a_gpu import ways_of_a_gpu
 
@@ -209,16 +209,15 @@ def test_kernels_of_tensor_parallel_ranks_begin_in_order(start_one, monkeypatch)
 
 
 def test_attention_without_a_fused_kernel_is_told(monkeypatch, capsys):
-    args = SimpleNamespace(hidden_size=64, num_attention_heads=4, bf16=True, fp16=False)
     monkeypatch.setattr(utils, "_device", torch.device("cpu"))
-    initialize._warn_of_slow_attention(args)
+    devices.warn_of_slow_attention(16, torch.bfloat16)
     with ways_of_a_gpu():
-        initialize._warn_of_slow_attention(args)  # the CPU has a flash kernel
+        devices.warn_of_slow_attention(16, torch.bfloat16)  # the CPU has a flash kernel
         assert capsys.readouterr().out == ""
         monkeypatch.setattr(devices, "FUSED", [SDPBackend.CUDNN_ATTENTION])
-        initialize._warn_of_slow_attention(args)
+        devices.warn_of_slow_attention(16, torch.bfloat16)
     said = capsys.readouterr().out
     assert "no fused kernel here for heads of 16 elements in torch.bfloat16" in said
-    monkeypatch.setattr(utils, "device_is_asynchronous", lambda: False)
-    initialize._warn_of_slow_attention(args)
+    monkeypatch.setattr(devices, "device_is_asynchronous", lambda: False)
+    devices.warn_of_slow_attention(16, torch.bfloat16)
     assert capsys.readouterr().out == ""

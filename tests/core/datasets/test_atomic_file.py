@@ -15,7 +15,7 @@ from minimegatron.exercises.exercise import exercises
 from minimegatron.exercises.student.student_folder import StudentFolder
 from minimegatron.tracing import chrome, html
 from minimegatron.tracing.rank_trace import RankTrace, save_rank
-from minimegatron.training import global_vars
+from minimegatron.training import curves
 from minimegatron.training.datasets import workers
 from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
 
@@ -114,8 +114,8 @@ def test_b15_curves_that_find_no_room_name_their_folder(monkeypatch):
         def add_scalar(self, name: str, value: float, iteration: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(global_vars._globals, "tensorboard_writer", Writer())
+    monkeypatch.setattr(curves._Writer, "now", Writer())
     with pytest.raises(CannotWrite, match="cannot write /runs/curves: No space left on device"):
-        global_vars.write_curves({"lm loss": 1.0}, 1)
-    monkeypatch.setattr(global_vars._globals, "tensorboard_writer", None)
-    global_vars.write_curves({"lm loss": 1.0}, 1)
+        curves.write_curves({"lm loss": 1.0}, 1)
+    monkeypatch.setattr(curves._Writer, "now", None)
+    curves.write_curves({"lm loss": 1.0}, 1)
