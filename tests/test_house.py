@@ -29,7 +29,14 @@ MAX_FILE_LINES = 400
 
 LAYERS = [
     {"core.left_out_record"},
-    {"core.batch_rampup", "core.left_out", "core.scheduler_state", "exports", "moved"},
+    {
+        "core.batch_rampup",
+        "core.call_attributes",
+        "core.left_out",
+        "core.scheduler_state",
+        "exports",
+        "moved",
+    },
     {
         "core",
         "core.activations",
@@ -61,6 +68,7 @@ LAYERS = [
     {"core.schedule_of_config"},
     {"backend"},
     {"core.collectives"},
+    {"core.all_to_all"},
     {"core.rerun"},
     {"core.timer_reports"},
     {
@@ -115,8 +123,12 @@ chooses a runner. "core" and "exercises" are those packages' own
 MEGATRONS_TWICE = ("enums.py", "utils.py")
 """Names of files that Megatron has in several folders."""
 
+OFFERS_OF_NEIGHBOURS = {"minimegatron.core.collectives": "minimegatron.core.all_to_all"}
+"""Modules without a counterpart that offer what a file beside them has."""
+
 TORCH_FREE = [
     "minimegatron.core.batch_rampup",
+    "minimegatron.core.call_attributes",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
@@ -280,8 +292,10 @@ def may_offer(name: str, key: str, dotted: str) -> bool:
     """Whether a module may look up a name that lives in a row below its own.
 
     A package may offer what is in it. Any other module may offer what Megatron has in the module of
-    that name, from the same room: `core` offers nothing of `training`.
+    that name, from the same room: `core` offers nothing of `training`. See also `OFFERS_OF_NEIGHBOURS`.
     """
+    if dotted == f"{OFFERS_OF_NEIGHBOURS.get(name)}.{key}":
+        return True
     if modules()[name].name == "__init__.py" and dotted.startswith(f"{name}."):
         return True
     is_megatrons = f"{name.removeprefix('mini')}.{key}" in names_of_megatron()
