@@ -61,6 +61,7 @@ LAYERS = [
         "exercises",
     },
     {
+        "core.group_checks",
         "core.model_parallel_config",
         "core.pipeline_parallel.loops",
         "core.recorded_graph",
@@ -124,8 +125,11 @@ chooses a runner. "core" and "exercises" are those packages' own
 MEGATRONS_TWICE = ("enums.py", "utils.py")
 """Names of files that Megatron has in several folders."""
 
-OFFERS_OF_NEIGHBOURS = {"minimegatron.core.collectives": "minimegatron.core.all_to_all"}
-"""Modules without a counterpart that offer what a file beside them has."""
+OFFERS_OF_NEIGHBOURS = {
+    "minimegatron.core.collectives": "minimegatron.core.all_to_all",
+    "minimegatron.core.parallel_state": "minimegatron.core.parallel_getters",
+}
+"""Modules that offer all that a file beside them has, also what is not Megatron's."""
 
 TORCH_FREE = [
     "minimegatron.core.batch_rampup",
