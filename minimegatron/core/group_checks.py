@@ -4,7 +4,7 @@ Megatron has no counterpart: it asserts some of this in `megatron.core.parallel_
 `megatron.core.process_groups_config`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -62,7 +62,7 @@ def refuse_chunk(vp_stage: int | None, virtual_size: int) -> None:
     )
 
 
-def check_fields(names: Sequence[str], known: Sequence[str]) -> None:
+def check_fields(names: Iterable[str], known: Sequence[str]) -> None:
     """A `ProcessGroupCollection` is made with fields that it has."""
     for name in names:
         if name not in known:
