@@ -14,6 +14,7 @@ from minimegatron.core.optimizer.grad_scaler_state import (
     GradScalerState,
     UnchangedScale,
 )
+from minimegatron.core.optimizer.optimizer_checks import check_initial_scale, check_scale_moves
 
 
 class MegatronGradScaler(GradScalerState):
@@ -24,8 +25,7 @@ class MegatronGradScaler(GradScalerState):
     """
 
     def __init__(self, initial_scale: float):
-        if initial_scale <= 0.0:
-            raise ValueError(f"initial loss scale is {initial_scale}; give a positive number")
+        check_initial_scale(initial_scale)
         self._scale = float(initial_scale)
         self.was_read = False
         """Whether `scale` was asked for since the model's `zero_grad_buffer`."""
@@ -66,18 +66,9 @@ class DynamicGradScaler(CountedScale, MegatronGradScaler):
         hysteresis: int,
     ):
         super().__init__(initial_scale)
-        if not (
-            0.0 < min_scale <= initial_scale
-            and growth_factor > 1.0
-            and 0.0 < backoff_factor < 1.0
-            and growth_interval >= 1
-            and hysteresis >= 1
-        ):
-            raise ValueError(
-                f"need 0 < min_scale <= initial_scale, growth_factor > 1, 0 < backoff_factor < 1, "
-                f"growth_interval and hysteresis >= 1, but they are {min_scale}, {initial_scale}, "
-                f"{growth_factor}, {backoff_factor}, {growth_interval}, {hysteresis}"
-            )
+        check_scale_moves(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis
+        )
         self.min_scale = min_scale
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
