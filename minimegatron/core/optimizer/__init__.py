@@ -40,12 +40,12 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "Adam": "torch.optim:AdamW",
-        "AdamOptimizerConfig": "minimegatron.core.optimizer.optimizer_config:AdamOptimizerConfig",
+        "AdamOptimizerConfig": "minimegatron.core.optimizer.update_rule_configs:AdamOptimizerConfig",
         "ChainedOptimizer": "minimegatron.core.optimizer.chained_optimizer:ChainedOptimizer",
         "MegatronModule": "minimegatron.core.transformer.module:MegatronModule",
         "ParamShard": "minimegatron.core.optimizer.optimizer:ParamShard",
         "SGD": "torch.optim:SGD",
-        "SGDOptimizerConfig": "minimegatron.core.optimizer.optimizer_config:SGDOptimizerConfig",
+        "SGDOptimizerConfig": "minimegatron.core.optimizer.update_rule_configs:SGDOptimizerConfig",
     },
 )
 

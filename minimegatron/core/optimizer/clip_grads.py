@@ -64,13 +64,13 @@ def get_grad_norm_fp32(
 
     Every rank of the group must call it, also with no gradients, and gets the same number.
     """
-    if isinstance(grads_for_norm, torch.Tensor):
-        grads_for_norm = [grads_for_norm]
+    grads_for_norm = (
+        [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else grads_for_norm
+    )
     norm_type = float(norm_type)
-    total = torch.zeros((), dtype=torch.float64, device=get_device())
     if norm_type == math.inf:
-        largest = largest_of(grads_for_norm, total)
-        return _reduce_over(largest, grad_stats_parallel_group, ReduceOp.MAX)
+        return _reduce_over(largest_of(grads_for_norm), grad_stats_parallel_group, ReduceOp.MAX)
+    total = torch.zeros((), dtype=torch.float64, device=get_device())
     if norm_type != 2.0 or device_is_asynchronous():
         total += sum_of_powers([*grads_for_norm], norm_type)
     else:
@@ -83,8 +83,7 @@ def clip_grad_by_total_norm_fp32(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float
 ) -> None:
     """Multiplies every `.grad` by max_norm / total_norm, in place, where that is below 1."""
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     coefficient = max_norm / (total_norm + 1e-6)
     grads = [param.grad for param in parameters if param.grad is not None]
     if coefficient < 1.0 and grads:

@@ -9,15 +9,11 @@ times 2^k; they are divided again in fp32. Too large a scale overflows to Inf: t
 
 import torch
 
-from minimegatron.core.optimizer.grad_scaler_state import (
-    CountedScale,
-    GradScalerState,
-    UnchangedScale,
-)
+from minimegatron.core.optimizer import grad_scaler_state as state
 from minimegatron.core.optimizer.optimizer_checks import check_initial_scale, check_scale_moves
 
 
-class MegatronGradScaler(GradScalerState):
+class MegatronGradScaler(state.GradScalerState):
     """A scale, its inverse, and how it reacts to overflow.
 
     The scale is kept as a Python float and handed out as a CPU scalar tensor, which mixes with
@@ -42,11 +38,11 @@ class MegatronGradScaler(GradScalerState):
         return torch.tensor(1.0 / self._scale)
 
 
-class ConstantGradScaler(UnchangedScale, MegatronGradScaler):
+class ConstantGradScaler(state.UnchangedScale, MegatronGradScaler):
     """Always the same scale. Steps that overflow are still skipped."""
 
 
-class DynamicGradScaler(CountedScale, MegatronGradScaler):
+class DynamicGradScaler(state.CountedScale, MegatronGradScaler):
     """Lowers the scale on overflow, raises it after a long run without.
 
     Args:
@@ -66,14 +62,12 @@ class DynamicGradScaler(CountedScale, MegatronGradScaler):
         hysteresis: int,
     ):
         super().__init__(initial_scale)
-        check_scale_moves(
-            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis
-        )
         self.min_scale = min_scale
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self._growth_tracker = 0
         self._hysteresis_tracker = hysteresis
+        check_scale_moves(self, initial_scale)
 
     def update(self, found_inf: bool) -> None:
         """Counts, and moves the scale where the counts say so.

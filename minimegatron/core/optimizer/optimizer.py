@@ -22,17 +22,9 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import get_main_grad
-from minimegatron.core.optimizer.clip_grads import (
-    clip_grad_by_total_norm_fp32,
-    get_grad_norm_fp32,
-)
+from minimegatron.core.optimizer import optimizer_checks
+from minimegatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
-from minimegatron.core.optimizer.optimizer_checks import (
-    refuse_grads_of_frozen,
-    refuse_half_precision,
-    refuse_second_preparation,
-    refuse_unprepared_grads,
-)
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
 from minimegatron.core.optimizer.optimizer_state import OptimizerState
 from minimegatron.core.optimizer.param_groups import NamedParamGroup, make_torch_optimizer
@@ -115,13 +107,12 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
         self.shards: list[ParamShard] = []
         torch_groups = []
         for group in param_groups:
-            shards = [self._make_shard(name, param) for name, param in group.params]
-            shards = [shard for shard in shards if shard is not None]
+            shards = [shard for pair in group.params if (shard := self._make_shard(*pair))]
             self.shards += shards
-            main_params = [shard.main_param for shard in shards]
+            params = [shard.main_param for shard in shards]
             # No group has a learning rate of its own: a log may show that of any.
             torch_groups.append(
-                {"params": main_params, "wd_mult": group.wd_mult, "default_config": True}
+                {"params": params, "wd_mult": group.wd_mult, "default_config": True}
             )
         self.optimizer = make_torch_optimizer(torch_groups, config)
         self._is_unscaled = False  # the main gradients: from `prepare_grads` until they are used
@@ -167,10 +158,7 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
         """Forgets `param.grad` everywhere. The buffers are `DDP.zero_grad_buffer`'s to clear."""
         self._is_unscaled = False
         for param in [*self.model_params, *self.get_parameters()]:
-            if set_to_none or param.grad is None:
-                param.grad = None
-            else:
-                param.grad.zero_()
+            param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
 
     # -- One step --
 
@@ -184,8 +172,7 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
         `num_zeros_in_grad` is None unless `config.log_num_zeros_in_grad`.
         """
         self.check_first()
-        found_inf = self.prepare_grads()
-        if found_inf:
+        if self.prepare_grads():
             self._release_main_grads()
             return False, None, None
         grad_norm = self.clip_grad_norm(self.config.clip_grad)
@@ -209,14 +196,14 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
         ValueError for a frozen parameter that has a gradient.
         """
         if self._is_unscaled:
-            refuse_second_preparation()
+            optimizer_checks.refuse_second_preparation()
         frozen = [
             name
             for name, param in self.named_params
             if not param.requires_grad and getattr(param, "main_grad", param.grad) is not None
         ]
         if frozen:
-            refuse_grads_of_frozen(frozen)
+            optimizer_checks.refuse_grads_of_frozen(frozen)
         self._copy_model_grads_to_main_grads()
         if self.grad_scaler is None:
             return False
@@ -265,10 +252,8 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
         """
         self._is_unscaled = False
         for shard in self.shards:
-            is_grads_home = shard.main_param is shard.model_param and not hasattr(
-                shard.model_param, "main_grad"
-            )
-            if not is_grads_home:
+            # Else `grad` is where the model's gradient lives.
+            if shard.main_param is not shard.model_param or hasattr(shard.model_param, "main_grad"):
                 shard.main_param.grad = None
 
     # -- Norm and clipping --
@@ -304,7 +289,7 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
             if shard.main_param.grad is None and shard.model_grad() is not None
         ]
         if waiting or (self.grad_scaler is not None and not self._is_unscaled):
-            refuse_unprepared_grads(len(waiting), len(self.shards))
+            optimizer_checks.refuse_unprepared_grads(len(waiting), len(self.shards))
 
     def get_main_grads_for_grad_norm(
         self, kinds: Sequence[ParameterKind] | None = None
@@ -316,9 +301,7 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
     def get_grad_norm(self) -> float:
         """2-norm of the whole model's gradient; every rank must call it."""
         norms = [
-            get_grad_norm_fp32(
-                self.get_main_grads_for_grad_norm(kinds), grad_stats_parallel_group=groups
-            )
+            get_grad_norm_fp32(self.get_main_grads_for_grad_norm(kinds), 2.0, groups)
             for groups, kinds in self.kinds_of_groups.items()
         ]
         return math.hypot(*norms)
@@ -346,7 +329,7 @@ class FP32Optimizer(MegatronOptimizer):
 
     def _make_shard(self, name: str, param: torch.nn.Parameter) -> ParamShard:
         if param.dtype in HALF_DTYPES:
-            refuse_half_precision(name, param.dtype)
+            optimizer_checks.refuse_half_precision(name, param.dtype)
         return ParamShard(name, param, param, 0, param.numel())
 
 

@@ -34,15 +34,11 @@ def check_initial_scale(initial_scale: float) -> None:
         raise ValueError(f"initial loss scale is {initial_scale}; give a positive number")
 
 
-def check_scale_moves(
-    initial_scale: float,
-    min_scale: float,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-) -> None:
-    """What `DynamicGradScaler` is made with: the scale can fall and rise."""
+def check_scale_moves(scaler: Any, initial_scale: float) -> None:
+    """The scale of a `DynamicGradScaler` can fall and rise."""
+    min_scale, growth_factor = scaler.min_scale, scaler.growth_factor
+    backoff_factor, growth_interval = scaler.backoff_factor, scaler.growth_interval
+    hysteresis = scaler.hysteresis
     if not (
         0.0 < min_scale <= initial_scale
         and growth_factor > 1.0

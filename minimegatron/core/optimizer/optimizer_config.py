@@ -11,6 +11,9 @@ import torch
 
 from minimegatron.core import knobs
 from minimegatron.core.optimizer.optimizer_checks import check_config
+from minimegatron.exports import all_of
+
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.optimizer.update_rule_configs")
 
 knob = partial(knobs.knob, section="optimization")
 loss_scale_knob = partial(knobs.knob, section="precision")
@@ -84,16 +87,3 @@ class OptimizerConfig:
         """Raises ValueError, with the numbers and the remedy, for what cannot be."""
         knobs.check_values(self)
         check_config(self)
-
-
-@dataclass(frozen=True)
-class AdamOptimizerConfig(OptimizerConfig):
-    """`OptimizerConfig`, under the name that Megatron gives it where Adam is meant."""
-
-
-@dataclass(frozen=True)
-class SGDOptimizerConfig(OptimizerConfig):
-    """`OptimizerConfig` whose update rule is sgd unless another is given."""
-
-    optimizer: Literal["adam", "sgd"] = knob("sgd")
-    """Update rule."""

@@ -10,9 +10,9 @@ import torch
 from minimegatron.core.utils import device_is_asynchronous, get_device
 
 
-def largest_of(tensors: Iterable[torch.Tensor], zero: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value, `zero` where there is none: a float64 scalar."""
-    found = zero
+def largest_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value, 0 where there is none: a float64 scalar."""
+    found = torch.zeros((), dtype=torch.float64, device=get_device())
     for tensor in tensors:
         if tensor.numel():
             found = torch.maximum(found, tensor.abs().max().double())
