@@ -1,4 +1,4 @@
-"""What no training step calls of `parallel_state`: further getters, and what is set by hand.
+"""What no training step calls of `parallel_state`: further getters, what is set by hand, the end.
 
 Counterpart: `megatron.core.parallel_state`, where they stand among the others. They are importable from
 `minimegatron.core.parallel_state` too.
@@ -27,6 +27,7 @@ __all__ = [
     "RankGenerator",
     "default_embedding_ranks",
     "default_position_embedding_ranks",
+    "destroy_model_parallel",
     "get_all_ranks",
     "get_amax_reduction_group",
     "get_context_parallel_global_ranks",
@@ -78,6 +79,23 @@ __all__ = [
     "set_tensor_model_parallel_world_size",
     "set_virtual_pipeline_model_parallel_world_size",
 ]
+
+# -- Freeing the groups --
+
+
+def destroy_model_parallel() -> None:
+    """Frees every group that `initialize_model_parallel` made, and forgets what was set by hand.
+
+    The default group stays. Waits for nobody, so that a rank that failed may call it too.
+    """
+    state = parallel_state._state
+    if state is not None and dist.is_initialized():
+        for group in state.created:
+            dist.destroy_process_group(group)
+    parallel_state._state = parallel_state._virtual_size = parallel_state._virtual_rank = None
+    parallel_state.sizes_set_by_hand.clear()
+    parallel_state.ranks_set_by_hand.clear()
+
 
 # -- Groups --
 

@@ -29,7 +29,7 @@ from minimegatron.core.rank_generator import DEFAULT_ORDER, all_groups
 from minimegatron.core.utils import barrier
 from minimegatron.exports import all_of
 
-# Getters and setters that no training step calls.
+# What no training step calls: getters, setters, `destroy_model_parallel`.
 __getattr__, __dir__ = all_of(__name__, "minimegatron.core.parallel_getters")
 
 
@@ -53,7 +53,7 @@ ranks_set_by_hand: dict[str, int | None] = {}
 """By kind of group. They go before what the groups say."""
 
 
-# -- Making and freeing the groups --
+# -- Making the groups --
 
 
 def initialize_model_parallel(
@@ -147,20 +147,6 @@ def _create_groups(
             by_kind |= dict.fromkeys(names, group)
     places = {kind: group.rank() for kind, group in by_kind.items() if group is not None}
     return _ParallelState(by_kind, places, created, placement)
-
-
-def destroy_model_parallel() -> None:
-    """Frees every group that `initialize_model_parallel` made, and forgets what was set by hand.
-
-    The default group stays. Waits for nobody, so that a rank that failed may call it too.
-    """
-    global _state, _virtual_size, _virtual_rank
-    if _state is not None and dist.is_initialized():
-        for group in _state.created:
-            dist.destroy_process_group(group)
-    _state = _virtual_size = _virtual_rank = None
-    sizes_set_by_hand.clear()
-    ranks_set_by_hand.clear()
 
 
 def is_initialized() -> bool:

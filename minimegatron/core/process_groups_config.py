@@ -5,6 +5,7 @@ Counterpart: `megatron.core.process_groups_config`.
 
 import copyreg
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -105,14 +106,13 @@ def groups_of(
     """
     if pg_collection is not None:
         return pg_collection
-    try:
+    own = None
+    with suppress(RuntimeError):  # no layer of the model has it
         own = get_attr_wrapped_model(model, "pg_collection", allow_none=False)
-    except RuntimeError:
-        return ProcessGroupCollection.use_mpu_process_groups()
-    if not parallel_state.is_initialized():
+    if own is not None and not parallel_state.is_initialized():
         return own
     world = ProcessGroupCollection.use_mpu_process_groups()
-    is_of_world = all(getattr(world, name) is group for name, group in vars(own).items())
+    is_of_world = own is None or all(getattr(world, name) is one for name, one in vars(own).items())
     return world if is_of_world else own
 
 

@@ -83,6 +83,5 @@ class DynamicGradScaler(state.CountedScale, MegatronGradScaler):
             return
         self._growth_tracker += 1
         if self._growth_tracker == self.growth_interval:
-            self._growth_tracker = 0
-            self._hysteresis_tracker = self.hysteresis
+            self._growth_tracker, self._hysteresis_tracker = 0, self.hysteresis
             self._scale *= self.growth_factor
