@@ -32,7 +32,9 @@ LAYERS = [
     {
         "core.batch_rampup",
         "core.batch_sizes",
+        "core.call_attributes",
         "core.left_out",
+        "core.rank_checks",
         "core.scheduler_state",
         "exports",
         "moved",
@@ -40,7 +42,6 @@ LAYERS = [
     {
         "core",
         "core.activations",
-        "core.call_attributes",
         "core.enums",
         "core.json_text",
         "core.knobs",
@@ -62,6 +63,7 @@ LAYERS = [
         "exercises",
     },
     {
+        "core.group_checks",
         "core.pipeline_parallel.loops",
         "core.microbatch_getters",
         "core.second_subjects",
@@ -72,6 +74,7 @@ LAYERS = [
     {"core.schedule_of_config"},
     {"backend"},
     {"core.collectives"},
+    {"core.all_to_all"},
     {"core.rerun"},
     {"core.timer_reports"},
     {
@@ -126,9 +129,16 @@ chooses a runner. "core" and "exercises" are those packages' own
 MEGATRONS_TWICE = ("enums.py", "utils.py")
 """Names of files that Megatron has in several folders."""
 
+OFFERS_OF_NEIGHBOURS = {
+    "minimegatron.core.collectives": "minimegatron.core.all_to_all",
+    "minimegatron.core.parallel_state": "minimegatron.core.parallel_getters",
+}
+"""Modules that offer all that a file beside them has, also what is not Megatron's."""
+
 TORCH_FREE = [
     "minimegatron.core.batch_rampup",
     "minimegatron.core.batch_sizes",
+    "minimegatron.core.call_attributes",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
@@ -145,6 +155,7 @@ TORCH_FREE = [
     "minimegatron.core.pipeline_parallel.loops",
     "minimegatron.core.pipeline_parallel.schedule_table",
     "minimegatron.core.orders.send_limits",
+    "minimegatron.core.rank_checks",
     "minimegatron.core.rank_generator",
     "minimegatron.core.scheduler_state",
     "minimegatron.core.ssm.mamba_config",
@@ -292,8 +303,10 @@ def may_offer(name: str, key: str, dotted: str) -> bool:
     """Whether a module may look up a name that lives in a row below its own.
 
     A package may offer what is in it. Any other module may offer what Megatron has in the module of
-    that name, from the same room: `core` offers nothing of `training`.
+    that name, from the same room: `core` offers nothing of `training`. See also `OFFERS_OF_NEIGHBOURS`.
     """
+    if dotted == f"{OFFERS_OF_NEIGHBOURS.get(name)}.{key}":
+        return True
     if modules()[name].name == "__init__.py" and dotted.startswith(f"{name}."):
         return True
     is_megatrons = f"{name.removeprefix('mini')}.{key}" in names_of_megatron()

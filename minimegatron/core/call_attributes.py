@@ -45,3 +45,17 @@ def of_message_wait(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _doing(message: Any) -> str:
     return "sending" if message.is_send else "receiving"
+
+
+def of_collective(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Bytes, shape and dtype of its tensor, ranks of its group. Raises TypeError where one is None."""
+    tensor, group = arguments.get("tensor", arguments.get("input")), arguments["group"]
+    for name, value in (("tensor", tensor), ("group", group)):
+        if value is None:
+            raise TypeError(f"a collective needs a {name}, and got None")
+    return {
+        "bytes": tensor.numel() * tensor.element_size(),
+        "shape": tuple(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "group_size": group.size(),
+    }

@@ -7,11 +7,10 @@ It writes `lr` and `weight_decay` into the optimizer's parameter groups. Counter
 along the same curve at the same place in the data.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from minimegatron.core.scheduler_state import SchedulerState, cosine
+from minimegatron.core.scheduler_state import SchedulerState
 
 
 class HasParamGroups(Protocol):
@@ -80,13 +79,7 @@ class OptimizerParamScheduler(SchedulerState):
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.num_steps = 0
-        self._check_lr()
-        self._check_wd()
-        if override_opt_param_scheduler and use_checkpoint_opt_param_scheduler:
-            raise ValueError(
-                "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; keep "
-                "one: a checkpoint's schedule is either overridden or used"
-            )
+        self.check()
         # Step 0's values must be in the groups before the first optimizer step reads them.
         self.step(increment=0)
 
@@ -96,9 +89,7 @@ class OptimizerParamScheduler(SchedulerState):
         start_wd, end_wd = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
         if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
             return end_wd
-        ratio = self.num_steps / self.wd_incr_steps
-        coefficient = ratio if self.wd_incr_style == "linear" else 1.0 - cosine(ratio)
-        return start_wd + coefficient * (end_wd - start_wd)
+        return start_wd + self.get_wd_coefficient() * (end_wd - start_wd)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Learning rate of `param_group` at the current step n.
@@ -113,16 +104,9 @@ class OptimizerParamScheduler(SchedulerState):
         n, warmup, end = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
         if warmup > 0 and n <= warmup:
             return self.init_lr + (max_lr - self.init_lr) * n / warmup
-        if self.lr_decay_style == "constant":
-            return max_lr
-        if n > end:
-            return min_lr
-        if self.lr_decay_style == "inverse-square-root":
-            return max(min_lr, max_lr * math.sqrt(max(warmup, 1) / max(n, 1)))
-        if self.lr_decay_style == "linear":
-            coefficient = 1.0 - (n - warmup) / (end - warmup)
-        else:
-            coefficient = self.get_lr_coefficient(n)
+        if self.lr_decay_style != "linear":
+            return self.get_lr_of_curve(min_lr, max_lr)
+        coefficient = max(1.0 - (n - warmup) / (end - warmup), 0.0)
         return min_lr + coefficient * (max_lr - min_lr)
 
     def step(self, increment: int) -> None:

@@ -1,4 +1,4 @@
-"""Getters of `parallel_state` that no training step calls, and what is set by hand.
+"""What no training step calls of `parallel_state`: further getters, what is set by hand, the end.
 
 Counterpart: `megatron.core.parallel_state`, where they stand among the others. They are importable from
 `minimegatron.core.parallel_state` too.
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from minimegatron.core import parallel_state
 from minimegatron.core.parallel_state import (
     get_data_parallel_group,
-    get_global_ranks,
     get_group,
     get_pipeline_placement,
     is_initialized,
@@ -18,8 +17,17 @@ from minimegatron.core.parallel_state import (
     rank_of,
     size_of,
 )
+from minimegatron.core.rank_generator import (
+    RankGenerator,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
 
 __all__ = [
+    "RankGenerator",
+    "default_embedding_ranks",
+    "default_position_embedding_ranks",
+    "destroy_model_parallel",
     "get_all_ranks",
     "get_amax_reduction_group",
     "get_context_parallel_global_ranks",
@@ -43,6 +51,7 @@ __all__ = [
     "get_expert_tensor_parallel_group",
     "get_expert_tensor_parallel_rank",
     "get_expert_tensor_parallel_world_size",
+    "get_global_ranks",
     "get_model_parallel_src_rank",
     "get_pipeline_model_parallel_first_rank",
     "get_pipeline_model_parallel_last_rank",
@@ -55,6 +64,7 @@ __all__ = [
     "get_tensor_and_data_parallel_group",
     "get_tensor_model_parallel_src_rank",
     "get_tensor_model_parallel_world_size",
+    "get_virtual_pipeline_model_parallel_rank",
     "is_rank_in_embedding_group",
     "is_rank_in_position_embedding_group",
     "model_parallel_is_initialized",
@@ -69,6 +79,23 @@ __all__ = [
     "set_tensor_model_parallel_world_size",
     "set_virtual_pipeline_model_parallel_world_size",
 ]
+
+# -- Freeing the groups --
+
+
+def destroy_model_parallel() -> None:
+    """Frees every group that `initialize_model_parallel` made, and forgets what was set by hand.
+
+    The default group stays. Waits for nobody, so that a rank that failed may call it too.
+    """
+    state = parallel_state._state
+    if state is not None and dist.is_initialized():
+        for group in state.created:
+            dist.destroy_process_group(group)
+    parallel_state._state = parallel_state._virtual_size = parallel_state._virtual_rank = None
+    parallel_state.sizes_set_by_hand.clear()
+    parallel_state.ranks_set_by_hand.clear()
+
 
 # -- Groups --
 
@@ -206,6 +233,12 @@ def model_parallel_is_initialized() -> bool:
     return is_initialized()
 
 
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The chunk last announced by `set_virtual_pipeline_model_parallel_rank`; None without
+    interleaving. Prefer to pass `vp_stage` along."""
+    return parallel_state._virtual_rank
+
+
 def get_context_parallel_rank() -> int:
     """Place in the context group: which piece of each sequence is ours."""
     return rank_of("cp")
@@ -318,6 +351,11 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
 
 
 # -- Global ranks of peers, for calls that name a source or a destination --
+
+
+def get_global_ranks(kind: str) -> list[int]:
+    """The global ranks of this rank's group of a kind, in group order. Raises as `get_group`."""
+    return dist.get_process_group_ranks(get_group(kind))
 
 
 def get_tensor_model_parallel_src_rank() -> int:

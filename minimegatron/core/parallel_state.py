@@ -2,7 +2,7 @@
 
 Everything between takes its groups as arguments (`ProcessGroupCollection`). Counterpart:
 `megatron.core.parallel_state`, under the same names. `RankGenerator` and the two functions that pick
-ranks for embeddings live in `rank_generator` and are imported here, where Megatron has them.
+ranks for embeddings live in `rank_generator`; they are importable here, where Megatron has them.
 
 One process group stands for each distinct set of ranks: with tp=1, the model group and the pipeline
 group are the same object. A group of all ranks is made anew beside the default group. Megatron makes
@@ -13,33 +13,31 @@ these are `minimegatron.backend`'s: small tensors go through memory that the ran
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch.distributed as dist
 
 from minimegatron import backend
-from minimegatron.core.orders.placement import Placement, usual_placement
-from minimegatron.core.rank_generator import (
-    DEFAULT_ORDER,
-    GROUP_KINDS,
-    RankGenerator,  # noqa: F401
-    all_groups,
-    default_embedding_ranks,  # noqa: F401
-    default_position_embedding_ranks,  # noqa: F401
+from minimegatron.core.group_checks import check_new_groups, refuse_absence, refuse_chunk
+from minimegatron.core.orders.placement import (
+    Placement,
+    fitting,
+    ranks_of_ends,
+    ranks_of_first,
+    usual_placement,
 )
+from minimegatron.core.rank_generator import DEFAULT_ORDER, all_groups
 from minimegatron.core.utils import barrier
 from minimegatron.exports import all_of
 
-# Getters and setters that no training step calls.
+# What no training step calls: getters, setters, `destroy_model_parallel`.
 __getattr__, __dir__ = all_of(__name__, "minimegatron.core.parallel_getters")
 
 
 @dataclass(frozen=True)
 class _ParallelState:
-    """This rank's view: per kind of group, the group it is in (None if none) and the members."""
+    """This rank's view: per kind of group, the group it is in; None if it is in none."""
 
     groups: dict[str, dist.ProcessGroup | None]
-    ranks: dict[str, list[int] | None]
     places: dict[str, int]
     """This rank's, in each group that it is in."""
     created: list[dist.ProcessGroup]
@@ -55,7 +53,7 @@ ranks_set_by_hand: dict[str, int | None] = {}
 """By kind of group. They go before what the groups say."""
 
 
-# -- Making and freeing the groups --
+# -- Making the groups --
 
 
 def initialize_model_parallel(
@@ -92,23 +90,10 @@ def initialize_model_parallel(
     Source: `megatron.core.parallel_state.initialize_model_parallel`.
     """
     global _state, _virtual_size, _virtual_rank
-    if not dist.is_initialized():
-        raise RuntimeError("call torch.distributed.init_process_group() first")
-    if _state is not None:
-        raise RuntimeError("model parallel groups exist already; call destroy_model_parallel()")
-    _check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
-    if distributed_timeout_minutes <= 0:
-        raise ValueError(
-            f"distributed_timeout_minutes is {distributed_timeout_minutes}; give more than 0"
-        )
-    if pipeline_placement is not None:
-        _check_placement(
-            pipeline_placement, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
-        )
-        get_embedding_ranks = get_embedding_ranks or partial(_ranks_of_ends, pipeline_placement)
-        get_position_embedding_ranks = get_position_embedding_ranks or partial(
-            _ranks_of_first_stage, pipeline_placement
-        )
+    pipeline_sizes = (pipeline_model_parallel_size, virtual_pipeline_model_parallel_size)
+    check_new_groups(
+        is_initialized(), *pipeline_sizes, distributed_timeout_minutes, pipeline_placement
+    )
     groups = all_groups(
         world_size=dist.get_world_size(),
         tp=tensor_model_parallel_size,
@@ -117,50 +102,16 @@ def initialize_model_parallel(
         ep=expert_model_parallel_size,
         etp=expert_tensor_parallel_size,
         order=order,
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
+        get_embedding_ranks=get_embedding_ranks or ranks_of_ends(pipeline_placement),
+        get_position_embedding_ranks=get_position_embedding_ranks
+        or ranks_of_first(pipeline_placement),
     )
     timeout = timedelta(minutes=distributed_timeout_minutes)
     over = backend.in_place_of(dist.get_backend())
-    placement = pipeline_placement or usual_placement(
-        pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
-    )
+    placement = pipeline_placement or usual_placement(*pipeline_sizes)
     _state = _create_groups(groups, timeout, placement, over)
     _virtual_size = virtual_pipeline_model_parallel_size
     _virtual_rank = None if _virtual_size is None else 0
-
-
-def _check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
-    if virtual_size is None:
-        return
-    if virtual_size < 1:
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size is {virtual_size}; give 1 or more, or None"
-        )
-    if pipeline_size < 2:
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size={virtual_size} needs a pipeline, but "
-            f"pipeline_model_parallel_size is {pipeline_size}; use 2 or more stages"
-        )
-
-
-def _check_placement(placement: Placement, pipeline_size: int, virtual_size: int | None) -> None:
-    sizes = (placement.pp_size, placement.num_model_chunks)
-    if sizes != (pipeline_size, virtual_size or 1):
-        raise ValueError(
-            f"placement {placement.name} has {sizes[1]} chunks on each of {sizes[0]} ranks, but "
-            f"pipeline_model_parallel_size is {pipeline_size} and "
-            f"virtual_pipeline_model_parallel_size is {virtual_size}; make them equal"
-        )
-
-
-def _ranks_of_ends(placement: Placement, pp_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold word embeddings: one if both ends are there."""
-    return [pp_ranks[rank] for rank in dict.fromkeys((placement.first_rank, placement.last_rank))]
-
-
-def _ranks_of_first_stage(placement: Placement, pp_ranks: list[int]) -> list[int]:
-    return [pp_ranks[placement.first_rank]]
 
 
 def _create_groups(
@@ -177,11 +128,11 @@ def _create_groups(
     """
     me = dist.get_rank()
     kinds_of: dict[tuple[int, ...], list[str]] = {}
-    for kind in GROUP_KINDS:
-        for ranks in groups[kind.name]:
-            kinds_of.setdefault(tuple(sorted(ranks)), []).append(kind.name)
+    for name, of_kind in groups.items():
+        for ranks in of_kind:
+            kinds_of.setdefault(tuple(sorted(ranks)), []).append(name)
 
-    by_kind: dict[str, dist.ProcessGroup | None] = {kind.name: None for kind in GROUP_KINDS}
+    by_kind: dict[str, dist.ProcessGroup | None] = dict.fromkeys(groups)
     created = []
     for ranks, names in kinds_of.items():
         group = dist.new_group(
@@ -194,26 +145,8 @@ def _create_groups(
                 barrier(group)
             created.append(group)
             by_kind |= dict.fromkeys(names, group)
-    mine = {
-        name: next((ranks for ranks in of_kind if me in ranks), None)
-        for name, of_kind in groups.items()
-    }
     places = {kind: group.rank() for kind, group in by_kind.items() if group is not None}
-    return _ParallelState(by_kind, mine, places, created, placement)
-
-
-def destroy_model_parallel() -> None:
-    """Frees every group that `initialize_model_parallel` made, and forgets what was set by hand.
-
-    The default group stays. Waits for nobody, so that a rank that failed may call it too.
-    """
-    global _state, _virtual_size, _virtual_rank
-    if _state is not None and dist.is_initialized():
-        for group in _state.created:
-            dist.destroy_process_group(group)
-    _state = _virtual_size = _virtual_rank = None
-    sizes_set_by_hand.clear()
-    ranks_set_by_hand.clear()
+    return _ParallelState(by_kind, places, created, placement)
 
 
 def is_initialized() -> bool:
@@ -221,7 +154,7 @@ def is_initialized() -> bool:
     return _state is not None
 
 
-# -- The four questions behind every getter --
+# -- The three questions behind every getter --
 
 
 def get_group(kind: str, check_initialized: bool = True) -> dist.ProcessGroup | None:
@@ -232,23 +165,8 @@ def get_group(kind: str, check_initialized: bool = True) -> dist.ProcessGroup | 
     """
     group = None if _state is None else _state.groups[kind]
     if group is None and check_initialized:
-        _explain_absence(kind)
+        refuse_absence(kind, is_initialized())
     return group
-
-
-def get_global_ranks(kind: str) -> list[int]:
-    """The global ranks of this rank's group of a kind, in group order. Raises as `get_group`."""
-    ranks = None if _state is None else _state.ranks[kind]
-    if ranks is None:
-        _explain_absence(kind)
-    return ranks
-
-
-def _explain_absence(kind: str) -> None:
-    title = next(entry.title for entry in GROUP_KINDS if entry.name == kind)
-    if _state is None:
-        raise RuntimeError(f"the {title} group does not exist; call initialize_model_parallel()")
-    raise RuntimeError(f"rank {dist.get_rank()} is in no {title} group")
 
 
 def size_of(kind: str) -> int:
@@ -325,12 +243,6 @@ def get_pipeline_model_parallel_rank() -> int:
     return rank_of("pp")
 
 
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The chunk last announced by `set_virtual_pipeline_model_parallel_rank`; None without
-    interleaving. Prefer to pass `vp_stage` along."""
-    return _virtual_rank
-
-
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Announces which chunk is being built or run, for user code that asks globally."""
     global _virtual_rank
@@ -356,10 +268,7 @@ def get_pipeline_placement() -> Placement:
     given = None if _state is None else _state.placement
     if given is not None and given.num_model_chunks == chunks and "pp" not in sizes_set_by_hand:
         return given
-    size = size_of("pp")
-    if given is not None and (given.pp_size, given.num_model_chunks) == (size, chunks):
-        return given
-    return usual_placement(size, chunks)
+    return fitting(given, size_of("pp"), chunks)
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -369,8 +278,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
     """
     if ignore_virtual or _virtual_size is None:
         return get_pipeline_placement().is_first_rank(rank_of("pp"))
-    chunk = _chunk(vp_stage)
-    return get_pipeline_placement().is_first(rank_of("pp"), chunk)
+    return get_pipeline_placement().is_first(rank_of("pp"), _chunk(vp_stage))
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -380,14 +288,10 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
     """
     if ignore_virtual or _virtual_size is None:
         return get_pipeline_placement().is_last_rank(rank_of("pp"))
-    chunk = _chunk(vp_stage)
-    return get_pipeline_placement().is_last(rank_of("pp"), chunk)
+    return get_pipeline_placement().is_last(rank_of("pp"), _chunk(vp_stage))
 
 
 def _chunk(vp_stage: int | None) -> int:
     if vp_stage is None or not 0 <= vp_stage < _virtual_size:
-        raise ValueError(
-            f"vp_stage is {vp_stage}; each stage has {_virtual_size} chunks, so pass "
-            f"0..{_virtual_size - 1}, or ignore_virtual=True to ask about the stage"
-        )
+        refuse_chunk(vp_stage, _virtual_size)
     return vp_stage

@@ -5,12 +5,14 @@ Counterpart: `megatron.core.process_groups_config`.
 
 import copyreg
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.core.group_checks import check_fields, check_required
 from minimegatron.core.utils import get_attr_wrapped_model
 
 # To `copy`, a text means that the object stands for itself: the copy of a model shares its groups.
@@ -63,11 +65,8 @@ class ProcessGroupCollection:
     """Ranks with the same experts."""
 
     def __init__(self, **groups: dist.ProcessGroup | None):
-        known = [entry.name for entry in fields(self)]
-        for name, group in groups.items():
-            if name not in known:
-                raise ValueError(f"no process group is called {name!r}; use {', '.join(known)}")
-            setattr(self, name, group)
+        check_fields(groups, [entry.name for entry in fields(self)])
+        vars(self).update(groups)
 
     def __getattr__(self, name: str) -> dist.ProcessGroup:
         # Reached only for names that were not set.
@@ -90,19 +89,11 @@ class ProcessGroupCollection:
 
         Raises RuntimeError before `initialize_model_parallel`, ValueError for an unknown name.
         """
-        if not parallel_state.is_initialized():
-            raise RuntimeError("no process groups exist; call initialize_model_parallel() first")
         known = [entry.name for entry in fields(cls)]
         names = known if required_pgs is None else list(required_pgs)
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ValueError(
-                f"Invalid process groups requested: {', '.join(map(repr, unknown))}; "
-                f"use {', '.join(known)}"
-            )
-        return cls(
-            **{name: parallel_state.get_group(name, check_initialized=False) for name in names}
-        )
+        check_required(parallel_state.is_initialized(), names, known)
+        found = {name: parallel_state.get_group(name, check_initialized=False) for name in names}
+        return cls(**found)
 
 
 def groups_of(
@@ -115,14 +106,13 @@ def groups_of(
     """
     if pg_collection is not None:
         return pg_collection
-    try:
+    own = None
+    with suppress(RuntimeError):  # no layer of the model has it
         own = get_attr_wrapped_model(model, "pg_collection", allow_none=False)
-    except RuntimeError:
-        return ProcessGroupCollection.use_mpu_process_groups()
-    if not parallel_state.is_initialized():
+    if own is not None and not parallel_state.is_initialized():
         return own
     world = ProcessGroupCollection.use_mpu_process_groups()
-    is_of_world = all(getattr(world, name) is group for name, group in vars(own).items())
+    is_of_world = own is None or all(getattr(world, name) is one for name, one in vars(own).items())
     return world if is_of_world else own
 
 

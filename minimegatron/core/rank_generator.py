@@ -17,7 +17,14 @@ groups, because a dense layer and the expert layer after it live on the same sta
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
+
+from minimegatron.core.rank_checks import (
+    check_cell,
+    check_grid,
+    check_layout,
+    check_same_pipelines,
+    check_token,
+)
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """Tensor-parallel ranks side by side (they talk most), pipeline stages far apart."""
@@ -48,24 +55,17 @@ class RankGenerator:
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.rank_offset = rank_offset
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        for name, size in self.name_to_size.items():
-            _check_size(name, size)
-        if ep > 1 and cp > 1:
-            raise ValueError(
-                f"one grid cannot have both ep={ep} and cp={cp}; make one grid with ep=1 for the "
-                "dense layers and one with cp=1 for the experts"
-            )
-        words = _order_words(order, self.name_to_size)
+        check_grid(self.name_to_size, order, DEFAULT_ORDER)
+        words = order.lower().split("-")
+        words += [name for name in self.name_to_size if name not in words]  # each of size 1
         self.order = "-".join(words)
         self.ordered_size = [self.name_to_size[word] for word in words]
-        self.world_size = prod(self.ordered_size)
-
-        # How far apart two ranks are that are neighbours along one coordinate.
+        self.world_size = 1
         self.stride = {}
-        distance = 1
-        for word in words:
-            self.stride[word] = distance
-            distance *= self.name_to_size[word]
+        """How far apart two ranks are that are neighbours along one coordinate."""
+        for word, size in zip(words, self.ordered_size, strict=True):
+            self.stride[word] = self.world_size
+            self.world_size *= size
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """All groups that vary in the coordinates `token` names ("tp", "tp-pp", ...), as ranks.
@@ -74,17 +74,11 @@ class RankGenerator:
         their first rank. Raises ValueError for a word that names no coordinate.
         """
         inside = token.lower().split("-")
-        unknown = [word for word in inside if word not in self.name_to_size]
-        if unknown:
-            raise ValueError(
-                f"{token!r} names {unknown[0]!r}; use words of {sorted(self.name_to_size)} "
-                'joined by "-"'
-            )
+        check_token(token, self.name_to_size)
         words = self.order.split("-")
         first_ranks = self._walk([word for word in words if word not in inside])
         steps = self._walk([word for word in words if word in inside])
-        first_ranks = [self.rank_offset + first for first in first_ranks]
-        return [[first + step for step in steps] for first in first_ranks]
+        return [[self.rank_offset + first + step for step in steps] for first in first_ranks]
 
     def _walk(self, words: list[str]) -> list[int]:
         """Distances from the first cell to every cell of the sub-grid over `words`, ascending."""
@@ -97,38 +91,11 @@ class RankGenerator:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of `rank` along every coordinate, in the order of `order`."""
         cell = rank - self.rank_offset
-        if not 0 <= cell < self.world_size:
-            last = self.rank_offset + self.world_size - 1
-            raise ValueError(f"rank {rank} is outside {self.rank_offset}..{last}")
+        check_cell(cell, self.world_size, self.rank_offset)
         return {
             word: cell // self.stride[word] % self.name_to_size[word]
             for word in self.order.split("-")
         }
-
-
-def _check_size(name: str, size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name} is {size!r}; give a whole number, 1 or more")
-
-
-def _order_words(order: str, name_to_size: dict[str, int]) -> list[str]:
-    """`order` as a list, completed by the coordinates of size 1 that it leaves out."""
-    words = order.lower().split("-")
-    known = " ".join(name_to_size)
-    for word in words:
-        if word not in name_to_size:
-            raise ValueError(
-                f'order {order!r} has the word {word!r}; use {known}, joined by "-", '
-                f"as in {DEFAULT_ORDER!r}"
-            )
-        if words.count(word) > 1:
-            raise ValueError(f"order {order!r} has {word!r} twice; name each coordinate once")
-    for name, size in name_to_size.items():
-        if name not in words:
-            if size > 1:
-                raise ValueError(f"{name} is {size} but order {order!r} lacks it; add {name!r}")
-            words.append(name)
-    return words
 
 
 def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
@@ -195,36 +162,12 @@ def make_grids(
     two grids would not have the same pipeline groups.
     """
     etp = tp if etp is None else etp
-    sizes = {"world size": world_size, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
-    for name, size in sizes.items():
-        _check_size(name, size)
-    dp = _data_parallel_size(world_size, {"tp": tp, "cp": cp, "pp": pp})
-    edp = _data_parallel_size(world_size, {"etp": etp, "ep": ep, "pp": pp})
+    check_layout(world_size, tp, pp, cp, ep, etp)
+    dp, edp = world_size // (tp * cp * pp), world_size // (etp * ep * pp)
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=order)
-    if pp > 1 and dense.stride["pp"] != expert.stride["pp"]:
-        raise ValueError(
-            f"order {order!r} puts the stages of a pipeline {dense.stride['pp']} ranks apart for "
-            f"the dense layers (tp={tp} cp={cp} dp={dp}) but {expert.stride['pp']} for the experts "
-            f"(etp={etp} ep={ep} edp={edp}); put pp last in the order, as in {DEFAULT_ORDER!r}"
-        )
-    if pp > 1 and dp != edp and not order.lower().endswith("pp"):
-        raise ValueError(
-            f"order {order!r} does not end in pp, which needs equal data-parallel sizes, but dp="
-            f"{dp} and the experts' is {edp}; put pp last, or choose etp * ep = tp * cp = {tp * cp}"
-        )
+    check_same_pipelines(dense, expert, order, DEFAULT_ORDER)
     return dense, expert
-
-
-def _data_parallel_size(world_size: int, sizes: dict[str, int]) -> int:
-    cells = prod(sizes.values())
-    if world_size % cells:
-        factors = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(
-            f"world size {world_size} is not divisible by {factors} = {cells}; "
-            f"use a multiple of {cells} ranks or smaller sizes"
-        )
-    return world_size // cells
 
 
 def all_groups(

@@ -14,6 +14,16 @@ WD_INCR_STYLES = ("constant", "linear", "cosine")
 class SchedulerState:
     """The part of `OptimizerParamScheduler` that a step with linear decay does not enter."""
 
+    def check(self) -> None:
+        """Raises ValueError, with the numbers, for a schedule that cannot be."""
+        self._check_lr()
+        self._check_wd()
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise ValueError(
+                "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; keep "
+                "one: a checkpoint's schedule is either overridden or used"
+            )
+
     def _check_lr(self) -> None:
         if not 0.0 <= self.min_lr <= self.max_lr:
             raise ValueError(
@@ -65,6 +75,22 @@ class SchedulerState:
             )
         if self.wd_incr_style != "constant" and self.wd_incr_steps < 1:
             raise ValueError(f"wd_incr_steps is {self.wd_incr_steps}; give 1 or more")
+
+    def get_wd_coefficient(self) -> float:
+        """How far the weight decay is above `start_wd`, as a share of its growth, before its end."""
+        ratio = self.num_steps / self.wd_incr_steps
+        return ratio if self.wd_incr_style == "linear" else 1.0 - cosine(ratio)
+
+    def get_lr_of_curve(self, min_lr: float, max_lr: float) -> float:
+        """The learning rate after warm-up, of every style but the linear one."""
+        n = self.num_steps
+        if self.lr_decay_style == "constant":
+            return max_lr
+        if n > self.lr_decay_steps:
+            return min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            return max(min_lr, max_lr * math.sqrt(max(self.lr_warmup_steps, 1) / max(n, 1)))
+        return min_lr + self.get_lr_coefficient(n) * (max_lr - min_lr)
 
     def get_lr_coefficient(self, n: int) -> float:
         """How far the learning rate is above `min_lr` at step n, as a share of `max_lr - min_lr`.

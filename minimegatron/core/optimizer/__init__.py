@@ -4,25 +4,9 @@ Counterpart: `megatron.core.optimizer`.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
-from minimegatron.core.distributed.data_parallel_base import (
-    forget_reads_of_scale,
-    named_parameters_inside,
-    refuse_changed_parameters,
-    refuse_unsummed_grads,
-)
-from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from minimegatron.core.distributed.frozen_alike import OF_ONE_COPY, check_frozen_alike
-from minimegatron.core.distributed.setup_checks import (
-    check_buffers_alike,
-    check_copies_alike,
-    check_same_groups,
-    note_saved_buffers,
-    refuse_shared_weights,
-)
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -30,27 +14,17 @@ from minimegatron.core.optimizer.grad_scaler import (
     MegatronGradScaler,
 )
 from minimegatron.core.optimizer.optimizer import (
-    ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     MegatronOptimizer,
-    NamedParamGroup,
-    ParamShard,
 )
-from minimegatron.core.optimizer.optimizer_config import (
-    AdamOptimizerConfig,
-    OptimizerConfig,
-    SGDOptimizerConfig,
-)
-from minimegatron.core.parameter_marks import restore_marks
+from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
+from minimegatron.core.optimizer.optimizer_setup import check_learning_rate, check_model, connect
+from minimegatron.core.optimizer.param_groups import get_param_groups, is_bias_or_norm
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
-from minimegatron.core.second_subjects import enter_hooks
-from minimegatron.core.tensor_parallel.random import check_same_dropout
 from minimegatron.exports import lazily
 
 __all__ = [
-    "AdamOptimizerConfig",
-    "ChainedOptimizer",
     "ConstantGradScaler",
     "DistributedOptimizer",
     "DynamicGradScaler",
@@ -59,8 +33,6 @@ __all__ = [
     "MegatronGradScaler",
     "MegatronOptimizer",
     "OptimizerConfig",
-    "ParamShard",
-    "SGDOptimizerConfig",
     "get_megatron_optimizer",
 ]
 
@@ -68,30 +40,14 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "Adam": "torch.optim:AdamW",
+        "AdamOptimizerConfig": "minimegatron.core.optimizer.update_rule_configs:AdamOptimizerConfig",
+        "ChainedOptimizer": "minimegatron.core.optimizer.chained_optimizer:ChainedOptimizer",
         "MegatronModule": "minimegatron.core.transformer.module:MegatronModule",
+        "ParamShard": "minimegatron.core.optimizer.optimizer:ParamShard",
         "SGD": "torch.optim:SGD",
+        "SGDOptimizerConfig": "minimegatron.core.optimizer.update_rule_configs:SGDOptimizerConfig",
     },
 )
-
-
-def _is_bias_or_norm(name: str, param: torch.nn.Parameter) -> bool:
-    """True for biases and norm weights, which are not decayed."""
-    return name.endswith(".bias") or param.dim() == 1
-
-
-def _get_param_groups(
-    model_chunks: list[torch.nn.Module],
-    no_weight_decay_cond: Callable[[str, torch.nn.Parameter], bool],
-) -> list[NamedParamGroup]:
-    """Two groups on every rank, with weight decay and without, also where one is empty."""
-    decayed, undecayed = [], []
-    for chunk_id, chunk in enumerate(model_chunks):
-        for name, param in named_parameters_inside(chunk):
-            if not param.requires_grad:
-                continue
-            group = undecayed if no_weight_decay_cond(name, param) else decayed
-            group.append((f"model{chunk_id}.{name}", param))
-    return [NamedParamGroup(decayed, wd_mult=1.0), NamedParamGroup(undecayed, wd_mult=0.0)]
 
 
 def _get_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
@@ -108,20 +64,6 @@ def _get_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
         growth_interval=config.loss_scale_window,
         hysteresis=config.hysteresis,
     )
-
-
-def _check_wrappers(config: OptimizerConfig, model_chunks: list[torch.nn.Module]) -> None:
-    """Optimizer and data-parallel wrapper must mean the same: otherwise ranks silently diverge."""
-    for chunk in model_chunks:
-        ddp_config = chunk.ddp_config if hasattr(chunk, "ddp_config") else None
-        for name in ("use_distributed_optimizer", "overlap_param_gather"):
-            ours = getattr(config, name)
-            theirs = ddp_config is not None and getattr(ddp_config, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"{name} is {ours} in OptimizerConfig but {theirs} for the model's "
-                    f"{type(chunk).__name__}; set both alike"
-                )
 
 
 def get_megatron_optimizer(
@@ -143,16 +85,10 @@ def get_megatron_optimizer(
     All ranks must call it. Raises ValueError for no learning rate, where model and configuration
     contradict each other, or where ranks freeze other parameters than their peers.
     """
-    if config.lr is None:
-        raise ValueError("OptimizerConfig.lr is None; give a learning rate")
+    check_learning_rate(config.lr)
     pg_collection = groups_of(model_chunks[0], pg_collection)
-    _check_wrappers(config, model_chunks)
-    check_same_groups(model_chunks, pg_collection)
-    refuse_shared_weights(model_chunks)
-    for chunk in model_chunks:
-        restore_marks(chunk)
-    check_frozen_alike(model_chunks, pg_collection, OF_ONE_COPY)
-    groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)
+    check_model(config, model_chunks, pg_collection)
+    groups = get_param_groups(model_chunks, no_weight_decay_cond or is_bias_or_norm)
     scaler = _get_grad_scaler(config)
     if config.use_distributed_optimizer:
         optimizer = DistributedOptimizer(groups, config, scaler, pg_collection, model_chunks)
@@ -160,25 +96,5 @@ def get_megatron_optimizer(
         optimizer = Float16OptimizerWithFloat16Params(groups, config, scaler, pg_collection)
     else:
         optimizer = FP32Optimizer(groups, config, None, pg_collection)
-    optimizer.first_checks += [
-        partial(check_copies_alike, model_chunks, pg_collection),
-        partial(check_buffers_alike, note_saved_buffers(model_chunks), pg_collection),
-    ]
-    # Before checks that one rank alone may fail.
-    optimizer.grad_checks.append(partial(check_same_dropout, model_chunks, pg_collection.tp))
-    for chunk in model_chunks:
-        chunk.grad_scaler = optimizer.grad_scaler
-        if scaler is not None and hasattr(chunk, "config"):
-            enter_hooks(chunk.config, True, {"before_step_funcs": (forget_reads_of_scale,)})
-        if isinstance(chunk, DistributedDataParallel):
-            chunk.optimizer_checks_grads = True
-            optimizer.grad_checks.append(chunk.check_grads)
-        else:
-            places = {param: (param.dtype, param.device, None) for param in optimizer.model_params}
-            optimizer.grad_checks.append(partial(refuse_changed_parameters, chunk, places))
-            if hasattr(chunk, "check_grads"):
-                optimizer.grad_checks.append(chunk.check_grads)
-            else:
-                unsummed = partial(refuse_unsummed_grads, optimizer.model_params, pg_collection)
-                optimizer.grad_checks.append(unsummed)
+    connect(optimizer, model_chunks)
     return optimizer

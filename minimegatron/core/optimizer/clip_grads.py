@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
+from minimegatron.core.optimizer.other_norms import largest_of, sum_of_powers
 from minimegatron.core.utils import device_is_asynchronous, get_device
+from minimegatron.exports import all_of
+
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.optimizer.zeros_in_grads")
 
 NORM_BLOCK = 1 << 16
 """Elements that a CPU converts to float64 at a time: what fits its cache."""
@@ -34,23 +38,13 @@ def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _sum_of_squares_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """On a GPU: the same for all tensors, in a few kernels instead of three for each.
-
-    Each tensor's own norm is in its own dtype, so shards may give another last digit than wholes.
-    """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=get_device())
-    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
-
-
 def _reduce_over(
     value: torch.Tensor, groups: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None, op: object
 ) -> float:
-    if groups is None:
-        groups = ()
+    """The number that all ranks of the groups agree on, group after group; None for this rank's own."""
     for group in groups if isinstance(groups, Sequence) else [groups]:
-        all_reduce(value, group, op)
+        if group is not None:
+            all_reduce(value, group, op)
     return value.item()
 
 
@@ -70,21 +64,17 @@ def get_grad_norm_fp32(
 
     Every rank of the group must call it, also with no gradients, and gets the same number.
     """
-    if isinstance(grads_for_norm, torch.Tensor):
-        grads_for_norm = [grads_for_norm]
+    grads_for_norm = (
+        [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else grads_for_norm
+    )
     norm_type = float(norm_type)
-    total = torch.zeros((), dtype=torch.float64, device=get_device())
     if norm_type == math.inf:
-        for grad in grads_for_norm:
-            if grad.numel():
-                total = torch.maximum(total, grad.abs().max().double())
-        return _reduce_over(total, grad_stats_parallel_group, ReduceOp.MAX)
-    if norm_type == 2.0 and device_is_asynchronous():
-        total += _sum_of_squares_of_all([*grads_for_norm])
-    elif norm_type == 2.0:
-        total += sum(map(_sum_of_squares, grads_for_norm))
+        return _reduce_over(largest_of(grads_for_norm), grad_stats_parallel_group, ReduceOp.MAX)
+    total = torch.zeros((), dtype=torch.float64, device=get_device())
+    if norm_type != 2.0 or device_is_asynchronous():
+        total += sum_of_powers([*grads_for_norm], norm_type)
     else:
-        total += sum(grad.double().abs().pow(norm_type).sum() for grad in grads_for_norm)
+        total += sum(map(_sum_of_squares, grads_for_norm))
     return _reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM) ** (1.0 / norm_type)
 
 
@@ -93,24 +83,8 @@ def clip_grad_by_total_norm_fp32(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float
 ) -> None:
     """Multiplies every `.grad` by max_norm / total_norm, in place, where that is below 1."""
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     coefficient = max_norm / (total_norm + 1e-6)
     grads = [param.grad for param in parameters if param.grad is not None]
     if coefficient < 1.0 and grads:
         torch._foreach_mul_(grads, coefficient)
-
-
-@torch.no_grad()
-def count_zeros_fp32(
-    parameters: Iterable[torch.Tensor] | torch.Tensor,
-    grad_stats_parallel_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
-) -> int:
-    """How many elements of all `.grad` of all ranks of the group are zero; groups as for the norm."""
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    total = torch.zeros((), dtype=torch.float64, device=get_device())
-    for param in parameters:
-        if param.grad is not None:
-            total += param.grad.numel() - torch.count_nonzero(param.grad)
-    return int(_reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM))

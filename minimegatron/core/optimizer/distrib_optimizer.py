@@ -23,12 +23,9 @@ import torch.distributed as dist
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
-from minimegatron.core.optimizer.optimizer import (
-    MixedPrecisionOptimizer,
-    NamedParamGroup,
-    ParamShard,
-)
+from minimegatron.core.optimizer.optimizer import MixedPrecisionOptimizer, ParamShard
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
+from minimegatron.core.optimizer.param_groups import NamedParamGroup
 from minimegatron.core.parameter import ParameterKind
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
@@ -75,12 +72,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         self.model_chunks = model_chunks
         # -- Which part of which parameter is ours --
         # Needed by `_make_shard`, which the base class calls.
-        self._ranges = {
-            param: part
-            for chunk in model_chunks
-            for buffer in chunk.all_buffers
-            for param, part in local_ranges(buffer).items()
-        }
+        self._ranges: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        for chunk in model_chunks:
+            for buffer in chunk.all_buffers:
+                self._ranges |= local_ranges(buffer)
         super().__init__(param_groups, config, grad_scaler, pg_collection)
 
     def _grad_stats_groups(self, kind: ParameterKind) -> tuple[dist.ProcessGroup, ...]:

@@ -9,14 +9,11 @@ times 2^k; they are divided again in fp32. Too large a scale overflows to Inf: t
 
 import torch
 
-from minimegatron.core.optimizer.grad_scaler_state import (
-    CountedScale,
-    GradScalerState,
-    UnchangedScale,
-)
+from minimegatron.core.optimizer import grad_scaler_state as state
+from minimegatron.core.optimizer.optimizer_checks import check_initial_scale, check_scale_moves
 
 
-class MegatronGradScaler(GradScalerState):
+class MegatronGradScaler(state.GradScalerState):
     """A scale, its inverse, and how it reacts to overflow.
 
     The scale is kept as a Python float and handed out as a CPU scalar tensor, which mixes with
@@ -24,8 +21,7 @@ class MegatronGradScaler(GradScalerState):
     """
 
     def __init__(self, initial_scale: float):
-        if initial_scale <= 0.0:
-            raise ValueError(f"initial loss scale is {initial_scale}; give a positive number")
+        check_initial_scale(initial_scale)
         self._scale = float(initial_scale)
         self.was_read = False
         """Whether `scale` was asked for since the model's `zero_grad_buffer`."""
@@ -42,11 +38,11 @@ class MegatronGradScaler(GradScalerState):
         return torch.tensor(1.0 / self._scale)
 
 
-class ConstantGradScaler(UnchangedScale, MegatronGradScaler):
+class ConstantGradScaler(state.UnchangedScale, MegatronGradScaler):
     """Always the same scale. Steps that overflow are still skipped."""
 
 
-class DynamicGradScaler(CountedScale, MegatronGradScaler):
+class DynamicGradScaler(state.CountedScale, MegatronGradScaler):
     """Lowers the scale on overflow, raises it after a long run without.
 
     Args:
@@ -66,23 +62,12 @@ class DynamicGradScaler(CountedScale, MegatronGradScaler):
         hysteresis: int,
     ):
         super().__init__(initial_scale)
-        if not (
-            0.0 < min_scale <= initial_scale
-            and growth_factor > 1.0
-            and 0.0 < backoff_factor < 1.0
-            and growth_interval >= 1
-            and hysteresis >= 1
-        ):
-            raise ValueError(
-                f"need 0 < min_scale <= initial_scale, growth_factor > 1, 0 < backoff_factor < 1, "
-                f"growth_interval and hysteresis >= 1, but they are {min_scale}, {initial_scale}, "
-                f"{growth_factor}, {backoff_factor}, {growth_interval}, {hysteresis}"
-            )
         self.min_scale = min_scale
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self._growth_tracker = 0
         self._hysteresis_tracker = hysteresis
+        check_scale_moves(self, initial_scale)
 
     def update(self, found_inf: bool) -> None:
         """Counts, and moves the scale where the counts say so.
@@ -98,6 +83,5 @@ class DynamicGradScaler(CountedScale, MegatronGradScaler):
             return
         self._growth_tracker += 1
         if self._growth_tracker == self.growth_interval:
-            self._growth_tracker = 0
-            self._hysteresis_tracker = self.hysteresis
+            self._growth_tracker, self._hysteresis_tracker = 0, self.hysteresis
             self._scale *= self.growth_factor

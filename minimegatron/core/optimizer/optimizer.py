@@ -22,19 +22,21 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import get_main_grad
-from minimegatron.core.optimizer.clip_grads import (
-    clip_grad_by_total_norm_fp32,
-    count_zeros_fp32,
-    get_grad_norm_fp32,
-)
+from minimegatron.core.optimizer import optimizer_checks
+from minimegatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
 from minimegatron.core.optimizer.optimizer_state import OptimizerState
+from minimegatron.core.optimizer.param_groups import NamedParamGroup, make_torch_optimizer
+from minimegatron.core.optimizer.zeros_in_grads import CountsZeros
 from minimegatron.core.parameter import KINDS, ParameterKind, kind_of, tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import HALF_DTYPES, device_is_asynchronous, get_device
+from minimegatron.core.utils import HALF_DTYPES, get_device
+from minimegatron.exports import all_of
+
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.optimizer.chained_optimizer")
 
 
 @dataclass(eq=False)
@@ -72,36 +74,7 @@ class ParamShard:
         return self.main_param.data_ptr() != self.model_data().data_ptr()
 
 
-@dataclass(frozen=True)
-class NamedParamGroup:
-    """Parameters that share hyperparameters, before an optimizer has made main parameters of them."""
-
-    params: Sequence[tuple[str, torch.nn.Parameter]]
-    wd_mult: float = 1.0
-
-
-def make_torch_optimizer(
-    param_groups: list[dict[str, Any]], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """The update rule alone. Groups carry `params` and `wd_mult`; a group may be empty.
-
-    On a GPU, one kernel updates all parameters (`fused`). On a CPU not: the vectorised middle and the
-    scalar ends of that kind round differently, so that a sharded parameter would not get the same
-    bits as a whole one.
-    """
-    fused = device_is_asynchronous()
-    for group in param_groups:
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            param_groups, lr=config.lr, momentum=config.sgd_momentum, fused=fused
-        )
-    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    betas = (config.adam_beta1, config.adam_beta2)
-    return kind(param_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused)
-
-
-class MegatronOptimizer(OptimizerState, ABC):
+class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
     """A training step's last part, on every rank at once.
 
     Args:
@@ -134,13 +107,12 @@ class MegatronOptimizer(OptimizerState, ABC):
         self.shards: list[ParamShard] = []
         torch_groups = []
         for group in param_groups:
-            shards = [self._make_shard(name, param) for name, param in group.params]
-            shards = [shard for shard in shards if shard is not None]
+            shards = [shard for pair in group.params if (shard := self._make_shard(*pair))]
             self.shards += shards
-            main_params = [shard.main_param for shard in shards]
+            params = [shard.main_param for shard in shards]
             # No group has a learning rate of its own: a log may show that of any.
             torch_groups.append(
-                {"params": main_params, "wd_mult": group.wd_mult, "default_config": True}
+                {"params": params, "wd_mult": group.wd_mult, "default_config": True}
             )
         self.optimizer = make_torch_optimizer(torch_groups, config)
         self._is_unscaled = False  # the main gradients: from `prepare_grads` until they are used
@@ -186,10 +158,7 @@ class MegatronOptimizer(OptimizerState, ABC):
         """Forgets `param.grad` everywhere. The buffers are `DDP.zero_grad_buffer`'s to clear."""
         self._is_unscaled = False
         for param in [*self.model_params, *self.get_parameters()]:
-            if set_to_none or param.grad is None:
-                param.grad = None
-            else:
-                param.grad.zero_()
+            param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
 
     # -- One step --
 
@@ -203,8 +172,7 @@ class MegatronOptimizer(OptimizerState, ABC):
         `num_zeros_in_grad` is None unless `config.log_num_zeros_in_grad`.
         """
         self.check_first()
-        found_inf = self.prepare_grads()
-        if found_inf:
+        if self.prepare_grads():
             self._release_main_grads()
             return False, None, None
         grad_norm = self.clip_grad_norm(self.config.clip_grad)
@@ -228,21 +196,14 @@ class MegatronOptimizer(OptimizerState, ABC):
         ValueError for a frozen parameter that has a gradient.
         """
         if self._is_unscaled:
-            raise RuntimeError(
-                "prepare_grads() twice in one step would divide by the loss scale twice; go on with "
-                "clip_grad_norm() and step_with_ready_grads(), not with step()"
-            )
+            optimizer_checks.refuse_second_preparation()
         frozen = [
             name
             for name, param in self.named_params
             if not param.requires_grad and getattr(param, "main_grad", param.grad) is not None
         ]
         if frozen:
-            raise ValueError(
-                f"{len(frozen)} parameters, such as {frozen[0]}, do not require a gradient, but "
-                "have one, which may be zero: they would move by their moments and weight decay; "
-                "freeze them before, or make wrapper and optimizer again"
-            )
+            optimizer_checks.refuse_grads_of_frozen(frozen)
         self._copy_model_grads_to_main_grads()
         if self.grad_scaler is None:
             return False
@@ -291,13 +252,11 @@ class MegatronOptimizer(OptimizerState, ABC):
         """
         self._is_unscaled = False
         for shard in self.shards:
-            is_grads_home = shard.main_param is shard.model_param and not hasattr(
-                shard.model_param, "main_grad"
-            )
-            if not is_grads_home:
+            # Else `grad` is where the model's gradient lives.
+            if shard.main_param is not shard.model_param or hasattr(shard.model_param, "main_grad"):
                 shard.main_param.grad = None
 
-    # -- Norm, clipping, zeros --
+    # -- Norm and clipping --
 
     def _is_counted(self, shard: ParamShard) -> bool:
         """True for exactly one copy of this parameter, data-parallel ones aside.
@@ -330,11 +289,7 @@ class MegatronOptimizer(OptimizerState, ABC):
             if shard.main_param.grad is None and shard.model_grad() is not None
         ]
         if waiting or (self.grad_scaler is not None and not self._is_unscaled):
-            raise RuntimeError(
-                f"gradients of {len(waiting)} of {len(self.shards)} parameters are not where the rule "
-                "reads them, or are multiplied by the loss scale; ask for norms and zeros, and update, "
-                "after prepare_grads(), or take what step() returns"
-            )
+            optimizer_checks.refuse_unprepared_grads(len(waiting), len(self.shards))
 
     def get_main_grads_for_grad_norm(
         self, kinds: Sequence[ParameterKind] | None = None
@@ -346,12 +301,10 @@ class MegatronOptimizer(OptimizerState, ABC):
     def get_grad_norm(self) -> float:
         """2-norm of the whole model's gradient; every rank must call it."""
         norms = [
-            get_grad_norm_fp32(
-                self.get_main_grads_for_grad_norm(kinds), grad_stats_parallel_group=groups
-            )
+            get_grad_norm_fp32(self.get_main_grads_for_grad_norm(kinds), 2.0, groups)
             for groups, kinds in self.kinds_of_groups.items()
         ]
-        return norms[0] if len(norms) == 1 else math.hypot(*norms)
+        return math.hypot(*norms)
 
     @traced("optimizer-clip-main-grad")
     def clip_grad_norm(self, clip_grad: float) -> float:
@@ -360,14 +313,6 @@ class MegatronOptimizer(OptimizerState, ABC):
         if clip_grad > 0.0:
             clip_grad_by_total_norm_fp32(self.get_parameters(), clip_grad, grad_norm)
         return grad_norm
-
-    @traced("optimizer-count-zeros")
-    def count_zeros(self) -> int:
-        """Zero elements in the whole model's gradient; every rank must call it."""
-        return sum(
-            count_zeros_fp32(self._counted_params(kinds), groups)
-            for groups, kinds in self.kinds_of_groups.items()
-        )
 
     # -- Main and model parameters --
 
@@ -378,41 +323,13 @@ class MegatronOptimizer(OptimizerState, ABC):
             of_model = [shard.model_data() for shard in copies]
             torch._foreach_copy_(of_model, [shard.main_param for shard in copies])
 
-    @torch.no_grad()
-    def reload_model_params(self) -> None:
-        """Makes the main copies follow the model, whose weights somebody else has set.
-
-        To be called after loading weights without optimizer state: otherwise the first step would
-        copy the old main parameters back over them.
-        """
-        for shard in self.shards:
-            if shard.is_copy:
-                shard.main_param.copy_(shard.model_data())
-
-
-class ChainedOptimizer(MegatronOptimizer):
-    """Megatron's optimizer of optimizers, one of dense parameters and one of the experts'.
-
-    No optimizer is one here: a single one has parameters of all kinds. `isinstance` may be asked all
-    the same. Making one raises ValueError.
-    """
-
-    def __new__(cls, chained_optimizers: Sequence[MegatronOptimizer]) -> "ChainedOptimizer":
-        raise ValueError(
-            f"ChainedOptimizer of {len(chained_optimizers)} optimizers: here one optimizer has dense "
-            "parameters and experts' alike; call get_megatron_optimizer with all model chunks"
-        )
-
 
 class FP32Optimizer(MegatronOptimizer):
     """Updates the model's own parameters: float32, or float64 for parity tests."""
 
     def _make_shard(self, name: str, param: torch.nn.Parameter) -> ParamShard:
         if param.dtype in HALF_DTYPES:
-            raise ValueError(
-                f"{name} is {param.dtype}, in which small updates vanish; "
-                "set bf16=True or fp16=True in OptimizerConfig for fp32 main parameters"
-            )
+            optimizer_checks.refuse_half_precision(name, param.dtype)
         return ParamShard(name, param, param, 0, param.numel())
 
 

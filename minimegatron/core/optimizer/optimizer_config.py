@@ -10,6 +10,10 @@ from typing import Literal
 import torch
 
 from minimegatron.core import knobs
+from minimegatron.core.optimizer.optimizer_checks import check_config
+from minimegatron.exports import all_of
+
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.optimizer.update_rule_configs")
 
 knob = partial(knobs.knob, section="optimization")
 loss_scale_knob = partial(knobs.knob, section="precision")
@@ -82,29 +86,4 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         """Raises ValueError, with the numbers and the remedy, for what cannot be."""
         knobs.check_values(self)
-        if self.fp16 and self.bf16:
-            raise ValueError("fp16 and bf16 are both on; choose one")
-        if self.loss_scale is not None and not (self.fp16 or self.bf16):
-            raise ValueError(
-                f"loss_scale {self.loss_scale} is for fp16 or bf16; choose one or drop it"
-            )
-        if self.min_loss_scale > self.initial_loss_scale:
-            raise ValueError(
-                f"need 0 < min_loss_scale <= initial_loss_scale, but they are "
-                f"{self.min_loss_scale}, {self.initial_loss_scale}"
-            )
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            raise ValueError("overlap_param_gather needs use_distributed_optimizer; turn it on")
-
-
-@dataclass(frozen=True)
-class AdamOptimizerConfig(OptimizerConfig):
-    """`OptimizerConfig`, under the name that Megatron gives it where Adam is meant."""
-
-
-@dataclass(frozen=True)
-class SGDOptimizerConfig(OptimizerConfig):
-    """`OptimizerConfig` whose update rule is sgd unless another is given."""
-
-    optimizer: Literal["adam", "sgd"] = knob("sgd")
-    """Update rule."""
+        check_config(self)

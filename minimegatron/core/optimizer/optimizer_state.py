@@ -108,6 +108,17 @@ class OptimizerState:
         return result
 
     @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Makes the main copies follow the model, whose weights somebody else has set.
+
+        To be called after loading weights without optimizer state: otherwise the first step would
+        copy the old main parameters back over them.
+        """
+        for shard in self.shards:
+            if shard.is_copy:
+                shard.main_param.copy_(shard.model_data())
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave on the same rank of the same layout.
 

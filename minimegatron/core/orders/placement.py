@@ -218,3 +218,29 @@ def usual_placement(pp_size: int, num_model_chunks: int | None = None) -> Placem
     """What Megatron's schedules use: a line, or a loop for several chunks per rank."""
     v = num_model_chunks or 1
     return LINE(pp_size) if v == 1 else LOOP(pp_size, v)
+
+
+def fitting(given: Placement | None, pp_size: int, num_model_chunks: int) -> Placement:
+    """`given` if it has these sizes, else the usual placement."""
+    sizes = (pp_size, num_model_chunks)
+    if given is not None and (given.pp_size, given.num_model_chunks) == sizes:
+        return given
+    return usual_placement(*sizes)
+
+
+# -- Of a pipeline's global ranks, those that hold embeddings; None where the usual rule holds --
+
+PickRanks = Callable[[list[int]], list[int]]
+
+
+def ranks_of_ends(placement: Placement | None) -> PickRanks | None:
+    """Picks those that hold word embeddings: one if both ends of the model are there."""
+    if placement is None:
+        return None
+    ends = dict.fromkeys((placement.first_rank, placement.last_rank))
+    return lambda pp_ranks: [pp_ranks[rank] for rank in ends]
+
+
+def ranks_of_first(placement: Placement | None) -> PickRanks | None:
+    """Picks the one that holds position embeddings."""
+    return None if placement is None else lambda pp_ranks: [pp_ranks[placement.first_rank]]
