@@ -29,7 +29,14 @@ MAX_FILE_LINES = 400
 
 LAYERS = [
     {"core.left_out_record"},
-    {"core.batch_rampup", "core.left_out", "core.scheduler_state", "exports", "moved"},
+    {
+        "core.batch_rampup",
+        "core.call_attributes",
+        "core.left_out",
+        "core.scheduler_state",
+        "exports",
+        "moved",
+    },
     {
         "core",
         "core.activations",
@@ -117,6 +124,7 @@ MEGATRONS_TWICE = ("enums.py", "utils.py")
 
 TORCH_FREE = [
     "minimegatron.core.batch_rampup",
+    "minimegatron.core.call_attributes",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
