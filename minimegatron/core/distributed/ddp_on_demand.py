@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.collectives import broadcast
+from minimegatron.core.distributed.frozen_alike import check_summed_alike
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 
@@ -40,6 +41,11 @@ class OnDemand:
         return part.data_parallel_group is self.dp_cp_group
 
     # -- Gradients --
+
+    def _compare_copies(self) -> None:
+        """Before the first step: ValueError where another copy of the chunk sums other gradients."""
+        check_summed_alike(self.module, self.pg_collection, self.ddp_config, self.all_buffers)
+        self._is_compared = True
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Launches every bucket; for a schedule that chooses the moment (`grad_sync_func`).

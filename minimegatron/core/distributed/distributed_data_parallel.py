@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.distributed import frozen_alike, grad_checks, step_checks
+from minimegatron.core.distributed import grad_checks, step_checks
 from minimegatron.core.distributed.data_parallel_base import (
     _BaseDataParallel,
     named_parameters_inside,
@@ -26,6 +26,7 @@ from minimegatron.core.distributed.ddp_on_demand import OnDemand, refuse_use_bef
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from minimegatron.core.distributed.frozen_alike import refuse_unmarked_in_experts
 from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
@@ -94,8 +95,7 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config, module, ddp_config)
-        pg_collection = groups_of(module, pg_collection)
-        self.pg_collection = pg_collection
+        self.pg_collection = pg_collection = groups_of(module, pg_collection)
         self.dp_cp_group = pg_collection.dp_cp
         # Without overlap nothing is gained by several launches.
         self.bucket_size = None
@@ -107,7 +107,7 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
             default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
             self.bucket_size = ddp_config.bucket_size or default
         self.all_buffers = self._allocate_buffers()
-        frozen_alike.refuse_unmarked_in_experts(module, pg_collection)
+        refuse_unmarked_in_experts(module, pg_collection)
         self._is_compared = False
         self.all_bucket_groups = partition_buckets(
             self.all_buffers,
@@ -129,13 +129,11 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
 
     def _allocate_buffers(self) -> list[_ParamAndGradBuffer]:
         """One buffer per (parameter dtype, gradient dtype, group that gradients are summed over)."""
-        param_to_name: dict[torch.nn.Parameter, str] = {}
+        named = named_parameters_inside(self.module)
+        param_to_name = {param: name for name, param in named if param.requires_grad}
         params_of: dict[tuple[torch.dtype, torch.dtype, Any], list[torch.nn.Parameter]] = {}
-        for name, param in named_parameters_inside(self.module):
-            if not param.requires_grad:
-                continue
+        for param in param_to_name:
             param.grad_added_to_main_grad = False
-            param_to_name[param] = name
             in_fp32 = self.ddp_config.grad_reduce_in_fp32 and param.dtype in HALF_DTYPES
             grad_dtype = torch.float32 if in_fp32 else param.dtype
             key = (param.dtype, grad_dtype, reduce_group(param, self.pg_collection))
@@ -294,10 +292,7 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         was when the module was wrapped.
         """
         if not self._is_compared:
-            frozen_alike.check_summed_alike(
-                self.module, self.pg_collection, self.ddp_config, self.all_buffers
-            )
-            self._is_compared = True
+            self._compare_copies()
         self._begin_grads()
         if WeightGradStore.any_made:
             forget_owed(self.param_to_bucket_group)

@@ -67,19 +67,17 @@ def _fill_buckets(
     numels: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int
 ) -> list[list[int]]:
     """Parameter numbers of each bucket, last parameter first; closes a bucket once it is full."""
-    buckets: list[list[int]] = [[]]
-    filled = 0
+    buckets: list[list[int]] = []
+    is_open, filled = False, 0
     for i in reversed(range(len(numels))):
-        if alone[i] and buckets[-1]:
+        if alone[i] or not is_open:
             buckets.append([])
             filled = 0
         buckets[-1].append(i)
         is_full = bucket_size is not None and filled + numels[i] >= bucket_size
+        is_open = not (alone[i] or is_full)
         filled += _round_up(numels[i], alignment)
-        if alone[i] or is_full:
-            buckets.append([])
-            filled = 0
-    return [bucket for bucket in buckets if bucket]
+    return buckets
 
 
 def lay_out_buffer(
@@ -345,7 +343,12 @@ class _ParamAndGradBuffer:
         self.param_data = None
         if sharded:
             self.param_data = torch.zeros(self.numel, dtype=param_dtype, device=device)
-        self._place_params()
+        for param, (start, end, _) in self.param_index_map.items():
+            param.main_grad = self.grad_data[start:end].view(param.shape)
+            if self.param_data is not None:
+                inside = self.param_data[start:end].view(param.shape)
+                inside.copy_(param.data)
+                param.data = inside
         self.buckets = [
             _ParamAndGradBucket(
                 params={
@@ -372,14 +375,6 @@ class _ParamAndGradBuffer:
         """
         has_copies = getattr(param, "shared_embedding", False) or hasattr(param, "shared")
         return self.ddp_config.use_distributed_optimizer and has_copies
-
-    def _place_params(self) -> None:
-        for param, (start, end, _) in self.param_index_map.items():
-            param.main_grad = self.grad_data[start:end].view(param.shape)
-            if self.param_data is not None:
-                inside = self.param_data[start:end].view(param.shape)
-                inside.copy_(param.data)
-                param.data = inside
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies all gradients, in place."""
