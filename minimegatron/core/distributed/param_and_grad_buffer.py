@@ -10,12 +10,12 @@ earlier layers still compute.
     buffer       [ head  layer1 | layer0  embed ]        two buckets
     with ZeRO-1  [ head  layer1 . | layer0  embed . . ]  padded so that every rank's shard is equal
 
-From top to bottom: where everything lies (arithmetic only), a bucket, a group of buckets with its
-communication, the buffer that owns the memory.
+From top to bottom: a bucket, a group of buckets with its communication, the buffer that owns the
+memory. Where everything lies in it is arithmetic: `buffer_layout`.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from minimegatron.core import call_attributes
 from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, new_lane, reduce_scatter
 from minimegatron.core.distributed import grad_checks
+from minimegatron.core.distributed.buffer_layout import BufferLayout, lay_out_buffer  # noqa: F401  asked here too
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
@@ -34,81 +35,6 @@ from minimegatron.core.rerun_state_machine import RerunMode
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import device_is_asynchronous
-
-PARAM_ALIGNMENT = 64
-"""With a distributed optimizer, parameters start at multiples of this (256 bytes of fp32)."""
-
-BUCKET_ALIGNMENT = 128
-"""With a distributed optimizer, buckets end at multiples of lcm(ranks, this): equal shards."""
-
-
-@dataclass(frozen=True)
-class BufferLayout:
-    """Element ranges within a buffer, half open.
-
-    `params[i]` is (start, end, bucket_id) of parameter i, in the order they were given; `buckets[b]`
-    is (start, end) with padding; `buckets_unpadded[b]` is bucket b's length up to its last gradient.
-    """
-
-    params: list[tuple[int, int, int]]
-    buckets: list[tuple[int, int]]
-    buckets_unpadded: list[int]
-
-    @property
-    def numel(self) -> int:
-        return self.buckets[-1][1] if self.buckets else 0
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _fill_buckets(
-    numels: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int
-) -> list[list[int]]:
-    """Parameter numbers of each bucket, last parameter first; closes a bucket once it is full."""
-    buckets: list[list[int]] = []
-    is_open, filled = False, 0
-    for i in reversed(range(len(numels))):
-        if alone[i] or not is_open:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        is_full = bucket_size is not None and filled + numels[i] >= bucket_size
-        is_open = not (alone[i] or is_full)
-        filled += _round_up(numels[i], alignment)
-    return buckets
-
-
-def lay_out_buffer(
-    numels: Sequence[int],
-    alone: Sequence[bool],
-    bucket_size: int | None,
-    num_shards: int | None = None,
-) -> BufferLayout:
-    """Where every parameter and bucket lies.
-
-    Args:
-        numels: elements of each parameter, in module order.
-        alone: which parameters must have a bucket of their own.
-        bucket_size: close a bucket at this many elements; None for a single one.
-        num_shards: with a distributed optimizer, how many ranks share every bucket.
-    """
-    param_alignment = PARAM_ALIGNMENT if num_shards else 1
-    bucket_alignment = math.lcm(num_shards, BUCKET_ALIGNMENT) if num_shards else 1
-    params: list[tuple[int, int, int]] = [(0, 0, 0)] * len(numels)
-    buckets, unpadded = [], []
-    bucket_start = 0
-    for bucket_id, members in enumerate(_fill_buckets(numels, alone, bucket_size, param_alignment)):
-        end = bucket_start
-        for i in members:
-            start = _round_up(end, param_alignment)
-            end = start + numels[i]
-            params[i] = (start, end, bucket_id)
-        unpadded.append(end - bucket_start)
-        buckets.append((bucket_start, _round_up(end, bucket_alignment)))
-        bucket_start = buckets[-1][1]
-    return BufferLayout(params, buckets, unpadded)
 
 
 def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[torch.Tensor]:
