@@ -16,22 +16,20 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.distributed import grad_checks, step_checks
+from minimegatron.core.distributed import ddp_config_checks, frozen_alike, grad_checks, step_checks
 from minimegatron.core.distributed.data_parallel_base import (
     _BaseDataParallel,
     named_parameters_inside,
 )
-from minimegatron.core.distributed.ddp_config_checks import refuse_two_divisions
 from minimegatron.core.distributed.ddp_on_demand import OnDemand, refuse_use_before_gathering
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.distributed.frozen_alike import refuse_unmarked_in_experts
 from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
 )
-from minimegatron.core.distributed.stage_placement import placement_over
+from minimegatron.core.distributed.stage_placement import has_first_stage
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.weight_grad_store import (
@@ -60,7 +58,7 @@ def gradient_scaling_factor(
         group_size: of the group that is summed over, if that is another; see `core.parameter`.
     """
     if config.calculate_per_token_loss:
-        refuse_two_divisions(ddp_config)
+        ddp_config_checks.refuse_two_divisions(ddp_config)
         return 1.0
     divided = (group_size or num_ranks) if ddp_config.average_in_collective else 1
     return divided / num_ranks
@@ -99,15 +97,12 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         self.dp_cp_group = pg_collection.dp_cp
         # Without overlap nothing is gained by several launches.
         self.bucket_size = None
-        if (
-            ddp_config.overlap_grad_reduce
-            and not disable_bucketing
-            and placement_over(pg_collection.pp, config).is_first_rank(pg_collection.pp.rank())
-        ):
+        is_cut_up = ddp_config.overlap_grad_reduce and not disable_bucketing
+        if is_cut_up and has_first_stage(pg_collection.pp, config):
             default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
             self.bucket_size = ddp_config.bucket_size or default
         self.all_buffers = self._allocate_buffers()
-        refuse_unmarked_in_experts(module, pg_collection)
+        frozen_alike.refuse_unmarked_in_experts(module, pg_collection)
         self._is_compared = False
         self.all_bucket_groups = partition_buckets(
             self.all_buffers,

@@ -20,12 +20,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import all_reduce
+from minimegatron.core.distributed import embedding_copies, step_checks
 from minimegatron.core.distributed.data_parallel_base import get_main_grad
-from minimegatron.core.distributed.embedding_copies import (
-    copies_on_odd_rank,
-    sum_position_embeddings,
-)
-from minimegatron.core.distributed.step_checks import refuse_unscaled_loss
 from minimegatron.core.distributed.token_division import _divide_by_num_tokens
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
@@ -105,7 +101,7 @@ def _allreduce_word_embedding_grads(
     ]
     num_ranks = 0 if embd_group is None else embd_group.size()
     if (copies and num_ranks == 0) or (num_ranks > 1 and not copies):
-        copies = copies_on_odd_rank(model, copies, pp_group)
+        copies = embedding_copies.copies_on_odd_rank(model, copies, pp_group)
     grads = [grad for copy in copies if (grad := get_main_grad(copy)) is not None]
     if grads:
         grad, *others = grads
@@ -123,7 +119,7 @@ def _allreduce_position_embedding_grads(
 ) -> None:
     """The same for position embeddings that several stages hold, as an encoder-decoder's do."""
     if pos_emb_group is not None and pos_emb_group.size() > 1:
-        sum_position_embeddings(model, pos_emb_group)
+        embedding_copies.sum_position_embeddings(model, pos_emb_group)
 
 
 @traced("finalize-model-grads")
@@ -148,7 +144,7 @@ def finalize_model_grads(
     """
     pg_collection = pg_collection or groups_of(model[0])
     embd_group, pp_group = pg_collection.embd, pg_collection.pp
-    refuse_unscaled_loss(model, pp_group)
+    step_checks.refuse_unscaled_loss(model, pp_group)
     for chunk in model:
         chunk.note_final()
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)

@@ -151,9 +151,7 @@ class _ParamAndGradBucketGroup:
         assert self.grad_reduce_handles is None, "launched twice in one step"
         if self.ddp_config.check_for_nan_in_grad:
             self._check_grads()
-        self.grad_reduce_handles = [
-            self._reduce(bucket, force_all_reduce) for bucket in self.buckets
-        ]
+        self.grad_reduce_handles = [self._reduce(one, force_all_reduce) for one in self.buckets]
 
     def _reduce(self, bucket: _ParamAndGradBucket, force_all_reduce: bool) -> Any:
         if bucket.gradient_scaling_factor != 1.0:

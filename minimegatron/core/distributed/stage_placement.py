@@ -19,3 +19,8 @@ def placement_over(pp_group: dist.ProcessGroup, config: Any) -> Placement:
     sizes = (pp_group.size(), config.virtual_pipeline_model_parallel_size)
     name = config.pipeline_schedule
     return usual_placement(*sizes) if name is None else get_schedule(name).placed(*sizes)
+
+
+def has_first_stage(pp_group: dist.ProcessGroup, config: Any) -> bool:
+    """Whether the model begins on this rank."""
+    return placement_over(pp_group, config).is_first_rank(pp_group.rank())
