@@ -51,22 +51,14 @@ class _BaseDataParallel(DataParallelSurface, torch.nn.Module):
         restore_marks(module)
         self.ddp_config = ddp_config
         self.grad_scaler: Any = None
-        self._built_with = self._factors()
+        self._built_with = step_checks.factors_of(config, ddp_config)
         self._grads_are_final = False
         self._grads_came = self._grads_are_partial = False
         """Whether a gradient has come since `finish_grad_sync`, and since `finalize_model_grads`."""
 
-    def _factors(self) -> dict[str, Any]:
-        """What the factor on every gradient was chosen by, when this wrapper was made."""
-        of_wrapper = {} if self.ddp_config is None else vars(self.ddp_config)
-        names = ("average_in_collective", "use_distributed_optimizer")
-        known = {name: of_wrapper.get(name) for name in names}
-        return known | {"calculate_per_token_loss": self.config.calculate_per_token_loss}
-
     def _begin_grads(self) -> None:
         """Of `zero_grad_buffer`: a new step's gradients begin. ValueError for a late change."""
-        if (now := self._factors()) != self._built_with:
-            step_checks.refuse_other_factors(self._built_with, now)
+        step_checks.refuse_other_factors(self._built_with, self.config, self.ddp_config)
         step_checks.refuse_changed_parameters(self.module, self._places)
         self._grads_are_final = self._grads_came = self._grads_are_partial = False
         if self.grad_scaler is not None:

@@ -69,12 +69,28 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def refuse_other_factors(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError where settings that decide what gradients are divided by are not as before."""
-    for name, value in now.items():
-        if value != before[name]:
+# -- Settings --
+
+
+def factors_of(config: Any, ddp_config: Any) -> dict[str, Any]:
+    """What the factor on every gradient is chosen by, when a wrapper is made.
+
+    Args:
+        config: the model's.
+        ddp_config: the wrapper's; it may lack what decides, or be None.
+    """
+    names = ("average_in_collective", "use_distributed_optimizer")
+    of_wrapper = {} if ddp_config is None else vars(ddp_config)
+    known = {name: of_wrapper.get(name) for name in names}
+    return known | {"calculate_per_token_loss": config.calculate_per_token_loss}
+
+
+def refuse_other_factors(before: Mapping[str, Any], config: Any, ddp_config: Any) -> None:
+    """Raises ValueError where what decides by what gradients are divided is not as `before`."""
+    for name, now in factors_of(config, ddp_config).items():
+        if now != before[name]:
             raise ValueError(
-                f"{name} is {value}, but was {before[name]} when the model was wrapped for "
+                f"{name} is {now}, but was {before[name]} when the model was wrapped for "
                 "data parallelism, which decided by what gradients are divided; set it before, or "
                 "make wrapper and optimizer again"
             )
