@@ -1,7 +1,7 @@
-"""What is wrong with the gradients of a bucket: not finite, not there, or too many.
+"""What is wrong with the gradients of a bucket, in words: not finite, not there, or too many.
 
-Megatron has no counterpart: a few of these are assertions there. Before each launch,
-`param_and_grad_buffer` has its buckets judged here; the refusals are for what it notices itself.
+Megatron has no counterpart: a few of these are assertions there. `param_and_grad_buffer` finds out that
+something is wrong, or cannot tell without waiting, and asks here.
 """
 
 import math
@@ -22,38 +22,33 @@ GRADIENT_TOLERANCE = 0.001
 # -- Gradients that are not finite --
 
 
-def judge_buckets(buckets: Sequence[Any], machine: Any, is_asynchronous: bool) -> None:
-    """RuntimeError that names rank, bucket and parameters if gradients are not finite.
+def judge_bucket(bucket: Any, machine: Any, is_asynchronous: bool) -> None:
+    """RuntimeError that names rank, bucket and parameters if the gradients are not finite.
 
     On a GPU, to look at a number would stop the program in the middle of backward. There the numbers
     are noted, and `raise_for_noted_grads` looks at them later; unless a bad result has the step run
     again, which is decided before that.
 
     Args:
-        buckets: stretches of buffers, before their gradients are summed over ranks.
+        bucket: one stretch of a buffer, before its gradients are summed over ranks.
         machine: the process's `RerunStateMachine`.
         is_asynchronous: whether this rank's device is a GPU.
     """
-    is_alone = machine.mode is RerunMode.DISABLED
-    for bucket in buckets:
-        if is_asynchronous and is_alone:
-            grads = [param.main_grad for param in bucket.params]
-            bucket.noted = torch.stack(torch._foreach_norm(grads, math.inf))
-            continue
-        total = bucket.grad_data.sum()
-        if is_alone and math.isfinite(total):  # a finite sum has only finite terms
-            continue
-        machine.validate_result(
-            total,
-            partial(_is_of_bad, bucket.grad_data),
-            "gradients are not finite",
-            tolerance=GRADIENT_TOLERANCE,
-            describe=partial(words_of, bucket, map(_count_of_bad, bucket.params)),
-        )
+    if is_asynchronous and machine.mode is RerunMode.DISABLED:
+        grads = [param.main_grad for param in bucket.params]
+        bucket.noted = torch.stack(torch._foreach_norm(grads, math.inf))
+        return
+    machine.validate_result(
+        bucket.grad_data.sum(),
+        partial(_is_of_bad, bucket.grad_data),
+        "gradients are not finite",
+        tolerance=GRADIENT_TOLERANCE,
+        describe=partial(words_of, bucket, map(_count_of_bad, bucket.params)),
+    )
 
 
 def raise_for_noted_grads(buckets: Sequence[Any]) -> None:
-    """Raises what `judge_buckets` raises, for what it has noted of these buckets."""
+    """Raises what `judge_bucket` raises, for what it has noted of these buckets."""
     if torch.cat([bucket.noted for bucket in buckets]).isfinite().all():
         return
     for bucket in buckets:

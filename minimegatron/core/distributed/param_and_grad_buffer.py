@@ -14,6 +14,7 @@ From top to bottom: a bucket, a group of buckets with its communication, the buf
 memory. Where everything lies in it is arithmetic: `buffer_layout`.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.rerun import current
+from minimegatron.core.rerun_state_machine import RerunMode
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import device_is_asynchronous
@@ -148,7 +150,7 @@ class _ParamAndGradBucketGroup:
         """
         assert self.grad_reduce_handles is None, "launched twice in one step"
         if self.ddp_config.check_for_nan_in_grad:
-            grad_checks.judge_buckets(self.buckets, self._machine, self._is_asynchronous)
+            self._check_grads()
         self.grad_reduce_handles = [self._reduce(one, force_all_reduce) for one in self.buckets]
 
     def _reduce(self, bucket: _ParamAndGradBucket, force_all_reduce: bool) -> Any:
@@ -182,6 +184,17 @@ class _ParamAndGradBucketGroup:
         is_late = force_all_reduce or self.grad_reduce_handles is None
         if self.ddp_config.overlap_grad_reduce and is_late:
             grad_checks.refuse_late_launch(self, force_all_reduce)
+
+    def _check_grads(self) -> None:
+        """Has each bucket judged that may be bad: see `grad_checks.judge_bucket`.
+
+        A finite sum has only finite terms. On a GPU that is not looked at here, and where a bad result
+        has the step run again, each sum is compared.
+        """
+        is_told_by_sum = self._machine.mode is RerunMode.DISABLED and not self._is_asynchronous
+        for bucket in self.buckets:
+            if not (is_told_by_sum and math.isfinite(bucket.grad_data.sum())):
+                grad_checks.judge_bucket(bucket, self._machine, self._is_asynchronous)
 
     # -- Parameters, with a distributed optimizer --
 
