@@ -343,7 +343,7 @@ BUFFER_PARAMS = [("embed", 400), ("layer 0", 300), ("layer 1", 300), ("head", 25
 
 
 def _buffer(bucket_size: int | None, num_shards: int | None) -> tuple:
-    from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
+    from minimegatron.core.distributed.buffer_layout import lay_out_buffer
 
     layout = lay_out_buffer(
         [n for _, n in BUFFER_PARAMS], [False] * len(BUFFER_PARAMS), bucket_size, num_shards

@@ -28,7 +28,7 @@ from cases import (
 from cases_of_code import *  # noqa: F403  for pages
 from short_warmup import both_warmups
 
-from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
+from minimegatron.core.distributed.buffer_layout import lay_out_buffer
 from minimegatron.core.orders.placement import LOOP, V
 from minimegatron.core.orders.send_limits import FORWARD_ONLY_SEND_LIMIT
 from minimegatron.core.pipeline_parallel.interleaving_checks import check_interleaving

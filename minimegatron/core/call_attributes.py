@@ -59,3 +59,13 @@ def of_collective(arguments: dict[str, Any]) -> dict[str, Any]:
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "group_size": group.size(),
     }
+
+
+def of_bucket_launch(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of the group's buckets, bytes of their gradients, and how many parameters they have."""
+    group = arguments["self"]
+    return {
+        "bucket": [bucket.bucket_id for bucket in group.buckets],
+        "bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in group.buckets),
+        "num_params": len(group.params),
+    }

@@ -117,7 +117,7 @@ QUOTED = {
     },
     "nan": {
         "training/result_words.py": ["look at its samples, lower --lr or --clip-grad, "],
-        "core/distributed/param_and_grad_buffer.py": [
+        "core/distributed/grad_checks.py": [
             "gradients are not finite in bucket ",
             "before data-parallel summation: ",
         ],

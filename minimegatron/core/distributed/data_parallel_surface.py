@@ -3,13 +3,11 @@
 Megatron has this in `megatron.core.distributed.data_parallel_base`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from minimegatron.core.parameter import reduce_group
 
 
 class DataParallelSurface:
@@ -25,6 +23,10 @@ class DataParallelSurface:
             "overlap_param_gather, which has hooks in the model, build another one and give it "
             "load_state_dict(model.state_dict())"
         )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -72,26 +74,3 @@ class DataParallelSurface:
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Loads into the wrapped module."""
         return self.module.load_state_dict(state_dict, strict)
-
-
-def refuse_unsummed_grads(
-    params: Iterable[torch.nn.Parameter], pg_collection: Any, copies_are_summed: bool = False
-) -> None:
-    """Raises RuntimeError if some of these gradients are one term of a sum over ranks.
-
-    With `copies_are_summed`, those of data-parallel copies have been.
-    """
-    params = list(params)
-    copies = max((reduce_group(param, pg_collection).size() for param in params), default=1)
-    copies = 1 if copies_are_summed else copies
-    summed = ("sequence_parallel", "average_gradients_across_tp_domain")
-    partial = sum(any(getattr(param, mark, False) for mark in summed) for param in params)
-    partial *= vars(pg_collection).get("tp") is not None and pg_collection.tp.size() > 1
-    tied = sum(getattr(param, "shared_embedding", False) for param in params)
-    if copies > 1 or partial or tied:
-        raise RuntimeError(
-            f"the gradients were not summed over {copies} data-parallel ranks, nor what {partial} "
-            f"parameters need over tensor ranks, nor {tied} copies of the embedding; set "
-            "config.finalize_model_grads_func = finalize_model_grads before the schedule runs, or call "
-            "finalize_model_grads(model) after the last backward, before optimizer.step()"
-        )

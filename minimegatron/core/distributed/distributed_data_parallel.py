@@ -12,31 +12,24 @@ reads `param.grad`: set that to `main_grad` before its step, or it is refused (`
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
-from minimegatron.core.collectives import broadcast
+from minimegatron.core.distributed import ddp_config_checks, frozen_alike, grad_checks, step_checks
 from minimegatron.core.distributed.data_parallel_base import (
     _BaseDataParallel,
     named_parameters_inside,
-    placement_over,
-    refuse_changed_parameters,
-    refuse_unsummed_grads,
-    watch_torch_optimizers,
 )
+from minimegatron.core.distributed.ddp_on_demand import OnDemand, refuse_use_before_gathering
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
-)
-from minimegatron.core.distributed.frozen_alike import (
-    check_summed_alike,
-    refuse_unmarked_in_experts,
 )
 from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
 )
+from minimegatron.core.distributed.stage_placement import has_first_stage
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.weight_grad_store import (
@@ -64,19 +57,14 @@ def gradient_scaling_factor(
         num_ranks: that have a loss each: the size of `dp_cp`.
         group_size: of the group that is summed over, if that is another; see `core.parameter`.
     """
-    per_token = config.calculate_per_token_loss
-    if per_token and ddp_config.average_in_collective:
-        raise ValueError(
-            "average_in_collective divides by the number of ranks, calculate_per_token_loss by the "
-            "number of tokens; turn one of them off"
-        )
-    if per_token:
+    if config.calculate_per_token_loss:
+        ddp_config_checks.refuse_two_divisions(ddp_config)
         return 1.0
     divided = (group_size or num_ranks) if ddp_config.average_in_collective else 1
     return divided / num_ranks
 
 
-class DistributedDataParallel(_BaseDataParallel):
+class DistributedDataParallel(OnDemand, _BaseDataParallel):
     """Wraps one model chunk.
 
     Args:
@@ -105,30 +93,22 @@ class DistributedDataParallel(_BaseDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config, module, ddp_config)
-        pg_collection = groups_of(module, pg_collection)
-        self.pg_collection = pg_collection
+        self.pg_collection = pg_collection = groups_of(module, pg_collection)
         self.dp_cp_group = pg_collection.dp_cp
         # Without overlap nothing is gained by several launches.
         self.bucket_size = None
-        if (
-            ddp_config.overlap_grad_reduce
-            and not disable_bucketing
-            and placement_over(pg_collection.pp, config).is_first_rank(pg_collection.pp.rank())
-        ):
+        is_cut_up = ddp_config.overlap_grad_reduce and not disable_bucketing
+        if is_cut_up and has_first_stage(pg_collection.pp, config):
             default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
             self.bucket_size = ddp_config.bucket_size or default
         self.all_buffers = self._allocate_buffers()
-        refuse_unmarked_in_experts(module, pg_collection)
-        self._first_checks = [
-            partial(check_summed_alike, module, pg_collection, ddp_config, self.all_buffers)
-        ]
+        frozen_alike.refuse_unmarked_in_experts(module, pg_collection)
+        self._is_compared = False
         self.all_bucket_groups = partition_buckets(
             self.all_buffers,
             backward_order=[*module.parameters()][::-1],
             force_single_bucket_group=not ddp_config.overlap_grad_reduce,
         )
-        self.buffers, self.expert_parallel_buffers = self._apart(self.all_buffers)
-        self.bucket_groups, self.expert_parallel_bucket_groups = self._apart(self.all_bucket_groups)
         self.param_to_bucket_group = {
             param: group for group in self.all_bucket_groups for param in group.params
         }
@@ -138,23 +118,17 @@ class DistributedDataParallel(_BaseDataParallel):
         }
         self.optimizer_checks_grads = False
         """Whether `check_grads` is called by an optimizer. If not, `finish_grad_sync` calls it."""
-        self._places = {
-            param: (buffer.param_dtype, buffer.grad_data.device, buffer.param_data)
-            for buffer in self.all_buffers
-            for param in buffer.params
-        }
+        self._places = step_checks.places_in(self.all_buffers)
         self._gathering_hooks: list[Any] = []
         self._register_hooks()
 
     def _allocate_buffers(self) -> list[_ParamAndGradBuffer]:
         """One buffer per (parameter dtype, gradient dtype, group that gradients are summed over)."""
-        param_to_name: dict[torch.nn.Parameter, str] = {}
+        named = named_parameters_inside(self.module)
+        param_to_name = {param: name for name, param in named if param.requires_grad}
         params_of: dict[tuple[torch.dtype, torch.dtype, Any], list[torch.nn.Parameter]] = {}
-        for name, param in named_parameters_inside(self.module):
-            if not param.requires_grad:
-                continue
+        for param in param_to_name:
             param.grad_added_to_main_grad = False
-            param_to_name[param] = name
             in_fp32 = self.ddp_config.grad_reduce_in_fp32 and param.dtype in HALF_DTYPES
             grad_dtype = torch.float32 if in_fp32 else param.dtype
             key = (param.dtype, grad_dtype, reduce_group(param, self.pg_collection))
@@ -174,13 +148,8 @@ class DistributedDataParallel(_BaseDataParallel):
             for (param_dtype, grad_dtype, group), params in params_of.items()
         ]
 
-    def _apart(self, parts: list[Any]) -> tuple[list[Any], list[Any]]:
-        is_dense = [part.data_parallel_group is self.dp_cp_group for part in parts]
-        dense = [part for part, here in zip(parts, is_dense, strict=True) if here]
-        return dense, [part for part, here in zip(parts, is_dense, strict=True) if not here]
-
     def _register_hooks(self) -> None:
-        watch_torch_optimizers()
+        step_checks.watch_torch_optimizers()
         # Torch never frees what such a hook holds, and this wrapper holds the groups.
         wrapper = weakref.ref(self)
 
@@ -207,21 +176,6 @@ class DistributedDataParallel(_BaseDataParallel):
             for submodule in self.module.modules()
         ]
 
-    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """From now on a forward gathers no parameters, so that one data-parallel rank may run it alone.
-
-        The parameters are gathered here, unless `param_sync` is off; so every rank must call it. A
-        forward while parameters are incomplete then raises RuntimeError.
-        """
-        assert self._gathering_hooks, (
-            "there are no forward hooks: they are off already, or overlap_param_gather is"
-        )
-        for hook in self._gathering_hooks:
-            hook.remove()
-        self._gathering_hooks = []
-        if param_sync:
-            self.start_param_sync(force_sync=True)
-
     def _after_grad(self, param: torch.nn.Parameter) -> None:
         """Hook, once a gradient of this microbatch is in `param.grad`: by backward or `backward_dw`.
 
@@ -234,11 +188,7 @@ class DistributedDataParallel(_BaseDataParallel):
             return
         group = self.param_to_bucket_group[param]
         if group.params_are_stale or group.param_gather_handles is not None:
-            raise RuntimeError(
-                f"{group.params[param]} was used before what other ranks have updated of it came: no "
-                "forward of its own module was called, and none that it was given to; call one, or "
-                "start_param_sync(force_sync=True) on every rank first"
-            )
+            refuse_use_before_gathering(group.params[param])
         if not param.grad_added_to_main_grad:
             param.main_grad.add_(param.grad)
         param.grad_added_to_main_grad = False
@@ -272,15 +222,6 @@ class DistributedDataParallel(_BaseDataParallel):
             for group in self.all_bucket_groups:
                 group.is_last_microbatch = True
 
-    def start_grad_sync(self, *unused: Any) -> None:
-        """Launches every bucket; for a schedule that chooses the moment (`grad_sync_func`).
-
-        A bucket whose weight gradients are owed, and those behind it, are launched once they came.
-        """
-        # The first group last: its launch lets the others follow, in their order.
-        for group in reversed(self.all_bucket_groups):
-            group.request_grad_sync()
-
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Returns once `main_grad` holds the gradients of all data-parallel ranks.
 
@@ -307,36 +248,12 @@ class DistributedDataParallel(_BaseDataParallel):
         looked already.
         """
         if self._grads_are_partial:
-            summed = not self._grads_came
-            refuse_unsummed_grads(self.param_to_bucket_group, self.pg_collection, summed)
+            step_checks.refuse_unsummed_grads(
+                self.param_to_bucket_group, self.pg_collection, not self._grads_came
+            )
         buckets = [bucket for group in self.all_bucket_groups for bucket in group.buckets]
-        noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
-        if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
-            for group in self.all_bucket_groups:
-                group.raise_for_noted_grads()
-
-    def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
-        """Launches the gathering of parameters, where the optimizer has updated shards of them.
-
-        `force_sync` also waits. With `overlap_param_gather` call it on every rank before parameters are
-        read other than by a forward. `state_dict` and `load_state_dict` raise without it. Who reads
-        `parameters()` themselves, for their norm or their running mean, gets old values of what other
-        ranks have updated, and no word, as in Megatron: nothing tells such a reader from one that
-        counts them.
-        """
-        for group in reversed(self.all_bucket_groups):
-            group.start_param_sync()
-        if force_sync:
-            for group in reversed(self.all_bucket_groups):
-                group.finish_param_sync()
-
-    def _before_state_dict(self, *unused: Any) -> None:
-        """Hook of what is wrapped: RuntimeError while parts of it are still to be gathered.
-
-        Gathering them here would hang whoever asks on one rank only. What is loaded would be replaced
-        by what arrives later.
-        """
-        self._require_complete_params("the next forward")
+        if noted := [bucket for bucket in buckets if bucket.noted is not None]:
+            grad_checks.raise_for_noted_grads(noted)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's; RuntimeError where parts of it are missing and no hook gathers them."""
@@ -345,16 +262,8 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def check_params(self) -> None:
         """Before a forward: raises RuntimeError for parameters that nobody will gather."""
-        if not self._gathering_hooks:
+        if self.ddp_config.use_distributed_optimizer and not self._gathering_hooks:
             self._require_complete_params("forward hooks, which are off")
-
-    def _require_complete_params(self, gathered_by: str) -> None:
-        groups = self.all_bucket_groups
-        if any(one.params_are_stale or one.param_gather_handles is not None for one in groups):
-            raise RuntimeError(
-                "with overlap_param_gather, what other ranks have updated is gathered by "
-                f"{gathered_by}; call start_param_sync(force_sync=True) on every rank first"
-            )
 
     def params_were_updated(self) -> None:
         """Called by the distributed optimizer: this rank's shard of every bucket is new.
@@ -369,11 +278,6 @@ class DistributedDataParallel(_BaseDataParallel):
         elif self.all_bucket_groups:
             self.all_bucket_groups[-1].start_param_sync()
 
-    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiplies every gradient by `scaling_factor`, in place."""
-        for buffer in self.all_buffers:
-            buffer.scale_gradients(scaling_factor)
-
     def zero_grad_buffer(self) -> None:
         """Sets all gradients to zero, and forgets those that are owed; before each step.
 
@@ -382,11 +286,9 @@ class DistributedDataParallel(_BaseDataParallel):
         parameter's `requires_grad`, dtype or memory, or what gradients are divided by, is not what it
         was when the module was wrapped.
         """
-        for check in self._first_checks:
-            check()
-        self._first_checks.clear()
+        if not self._is_compared:
+            self._compare_copies()
         self._begin_grads()
-        refuse_changed_parameters(self.module, self._places)
         if WeightGradStore.any_made:
             forget_owed(self.param_to_bucket_group)
         for param in self.param_to_bucket_group:
@@ -396,12 +298,3 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.reset()
         for group in self.all_bucket_groups:
             group.reset()
-
-    def broadcast_params(self) -> None:
-        """Copies every parameter from the first rank that has it to the others.
-
-        RuntimeError while parts of it are still to be gathered.
-        """
-        self._require_complete_params("the next forward")
-        for param in self.module.parameters():
-            broadcast(param.data, 0, reduce_group(param, self.pg_collection))

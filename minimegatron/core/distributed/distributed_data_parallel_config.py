@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from minimegatron.core import knobs
+from minimegatron.core.distributed.ddp_config_checks import check_gathering
 
 knob = partial(knobs.knob, section="gradients")
 
@@ -49,10 +50,4 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         """Raises ValueError, with the remedy, for knobs that exclude each other."""
         knobs.check_values(self)
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            raise ValueError(
-                "overlap_param_gather needs use_distributed_optimizer: "
-                "without it every rank updates every parameter, and there is nothing to gather"
-            )
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError("overlap_param_gather needs overlap_grad_reduce; turn both on")
+        check_gathering(self)

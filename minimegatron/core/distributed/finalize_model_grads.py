@@ -19,16 +19,14 @@ ranks 1 has summed over. The division follows, one factor for all.
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.collectives import all_reduce, broadcast
-from minimegatron.core.distributed.data_parallel_base import (
-    get_main_grad,
-    placement_over,
-    refuse_unscaled_loss,
-)
+from minimegatron.core.collectives import all_reduce
+from minimegatron.core.distributed import embedding_copies, step_checks
+from minimegatron.core.distributed.data_parallel_base import get_main_grad
+from minimegatron.core.distributed.token_division import _divide_by_num_tokens
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import config_of_run, get_model_config, or_one, unwrap_model
+from minimegatron.core.utils import config_of_run, unwrap_model
 from minimegatron.exports import all_of
 
 # Megatron has two functions of routers here. What a layer does once per step is in `after_grads_funcs`.
@@ -60,8 +58,7 @@ def _allreduce_non_tensor_model_parallel_grads(
     in other roundings. Give `pg_collection` where there are experts; `tp_group` is enough for dense
     parameters.
     """
-    if pg_collection is None:
-        pg_collection = ProcessGroupCollection(tp=tp_group)
+    pg_collection = pg_collection or ProcessGroupCollection(tp=tp_group)
     messages: dict[tuple[dist.ProcessGroup, torch.dtype, bool], list[torch.Tensor]] = {}
     for chunk in model:
         for name, param in chunk.named_parameters():
@@ -96,40 +93,21 @@ def _allreduce_word_embedding_grads(
     embedding then counts. Raises RuntimeError on a rank of the group without a copy, and on one with a
     copy that is not in the group.
     """
-    chunks = unwrap_model(list(model))
     copies = [
         param
-        for chunk in chunks
+        for chunk in unwrap_model(list(model))
         for param in chunk.parameters()
         if getattr(param, "shared_embedding", False)
     ]
-    if embd_group is None:
-        if copies:
-            raise RuntimeError(
-                f"rank {pp_group.rank()} of the pipeline has a copy of the word embedding, but is not "
-                "in the embedding group; give initialize_model_parallel a get_embedding_ranks with it"
-            )
-        return
-    is_copied = any(
-        getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks
-    )
-    is_copied |= getattr(get_model_config(model[0]), "mtp_num_layers", None) is not None
-    if is_copied and embd_group.size() > 1 and not copies:
-        ends = ("pre_process", "post_process")
-        whole = [chunk for chunk in chunks if all(getattr(chunk, end, False) for end in ends)]
-        copies = [chunk.word_embedding_weight() for chunk in whole]
-    if is_copied and embd_group.size() > 1 and not copies:
-        raise RuntimeError(
-            f"rank {pp_group.rank()} of the pipeline is in the embedding group, but none of its "
-            f"{len(model)} chunks has a copy of the word embedding; choose other embedding ranks"
-        )
-    grads = [get_main_grad(copy) for copy in copies]
-    grads = [grad for grad in grads if grad is not None]
+    num_ranks = 0 if embd_group is None else embd_group.size()
+    if (copies and num_ranks == 0) or (num_ranks > 1 and not copies):
+        copies = embedding_copies.copies_on_odd_rank(model, copies, pp_group)
+    grads = [grad for copy in copies if (grad := get_main_grad(copy)) is not None]
     if grads:
         grad, *others = grads
         for other in others:
             grad.add_(other)
-        if embd_group.size() > 1:
+        if num_ranks > 1:
             all_reduce(grad, embd_group)
         for other in others:
             other.copy_(grad)
@@ -140,31 +118,8 @@ def _allreduce_position_embedding_grads(
     model: list[torch.nn.Module], *, pos_emb_group: dist.ProcessGroup | None
 ) -> None:
     """The same for position embeddings that several stages hold, as an encoder-decoder's do."""
-    if pos_emb_group is None or pos_emb_group.size() == 1:
-        return
-    for chunk in unwrap_model(list(model)):
-        if getattr(chunk, "embedding", None) is None:
-            continue
-        grad = get_main_grad(chunk.embedding.position_embeddings.weight)
-        if grad is not None:
-            all_reduce(grad, pos_emb_group)
-
-
-@traced("scale-gradients")
-def _divide_by_num_tokens(
-    model: list[torch.nn.Module],
-    num_tokens: torch.Tensor,
-    pp_group: dist.ProcessGroup,
-    dp_cp_group: dist.ProcessGroup,
-) -> None:
-    """Divides all gradients by the number of tokens in the global batch; by 1 if there are none."""
-    num_tokens = num_tokens.to(torch.float64, copy=True)  # weights add up to fractions
-    last_stage = placement_over(pp_group, get_model_config(model[0])).last_rank
-    broadcast(num_tokens, last_stage, pp_group)
-    all_reduce(num_tokens, dp_cp_group)
-    scaling = or_one(num_tokens).reciprocal()
-    for chunk in model:
-        chunk.scale_gradients(scaling)
+    if pos_emb_group is not None and pos_emb_group.size() > 1:
+        embedding_copies.sum_position_embeddings(model, pos_emb_group)
 
 
 @traced("finalize-model-grads")
@@ -187,10 +142,9 @@ def finalize_model_grads(
     Raises RuntimeError the second time without `zero_grad_buffer` in between, and ValueError where the
     optimizer divides by a loss scale that no loss was multiplied by.
     """
-    if pg_collection is None:
-        pg_collection = groups_of(model[0])
+    pg_collection = pg_collection or groups_of(model[0])
     embd_group, pp_group = pg_collection.embd, pg_collection.pp
-    refuse_unscaled_loss(model, pp_group)
+    step_checks.refuse_unscaled_loss(model, pp_group)
     for chunk in model:
         chunk.note_final()
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)

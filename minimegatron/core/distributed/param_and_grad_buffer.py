@@ -10,117 +10,31 @@ earlier layers still compute.
     buffer       [ head  layer1 | layer0  embed ]        two buckets
     with ZeRO-1  [ head  layer1 . | layer0  embed . . ]  padded so that every rank's shard is equal
 
-From top to bottom: where everything lies (arithmetic only), a bucket, a group of buckets with its
-communication, the buffer that owns the memory.
+From top to bottom: a bucket, a group of buckets with its communication, the buffer that owns the
+memory. Where everything lies in it is arithmetic: `buffer_layout`.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.collectives import (
-    ReduceOp,
-    all_gather,
-    all_reduce,
-    new_lane,
-    reduce_scatter,
-)
+from minimegatron.core import call_attributes
+from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, new_lane, reduce_scatter
+from minimegatron.core.distributed import grad_checks
+from minimegatron.core.distributed.buffer_layout import BufferLayout, lay_out_buffer  # noqa: F401  asked here too
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.rerun import current
 from minimegatron.core.rerun_state_machine import RerunMode
-from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
+from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import device_is_asynchronous
-from minimegatron.core.words import first_few
-
-PARAM_ALIGNMENT = 64
-"""With a distributed optimizer, parameters start at multiples of this (256 bytes of fp32)."""
-
-BUCKET_ALIGNMENT = 128
-"""With a distributed optimizer, buckets end at multiples of lcm(ranks, this): equal shards."""
-
-
-GRADIENT_TOLERANCE = 0.001
-"""Relative difference of two runs' gradients that is none: sums over threads vary."""
-
-
-@dataclass(frozen=True)
-class BufferLayout:
-    """Element ranges within a buffer, half open.
-
-    `params[i]` is (start, end, bucket_id) of parameter i, in the order they were given; `buckets[b]`
-    is (start, end) with padding; `buckets_unpadded[b]` is bucket b's length up to its last gradient.
-    """
-
-    params: list[tuple[int, int, int]]
-    buckets: list[tuple[int, int]]
-    buckets_unpadded: list[int]
-
-    @property
-    def numel(self) -> int:
-        return self.buckets[-1][1] if self.buckets else 0
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _fill_buckets(
-    numels: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int
-) -> list[list[int]]:
-    """Parameter numbers of each bucket, last parameter first; closes a bucket once it is full."""
-    buckets: list[list[int]] = [[]]
-    filled = 0
-    for i in reversed(range(len(numels))):
-        if alone[i] and buckets[-1]:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        is_full = bucket_size is not None and filled + numels[i] >= bucket_size
-        filled += _round_up(numels[i], alignment)
-        if alone[i] or is_full:
-            buckets.append([])
-            filled = 0
-    return [bucket for bucket in buckets if bucket]
-
-
-def lay_out_buffer(
-    numels: Sequence[int],
-    alone: Sequence[bool],
-    bucket_size: int | None,
-    num_shards: int | None = None,
-) -> BufferLayout:
-    """Where every parameter and bucket lies.
-
-    Args:
-        numels: elements of each parameter, in module order.
-        alone: which parameters must have a bucket of their own.
-        bucket_size: close a bucket at this many elements; None for a single one.
-        num_shards: with a distributed optimizer, how many ranks share every bucket.
-    """
-    param_alignment = PARAM_ALIGNMENT if num_shards else 1
-    bucket_alignment = math.lcm(num_shards, BUCKET_ALIGNMENT) if num_shards else 1
-    params: list[tuple[int, int, int]] = [(0, 0, 0)] * len(numels)
-    buckets, unpadded = [], []
-    bucket_start = 0
-    for bucket_id, members in enumerate(_fill_buckets(numels, alone, bucket_size, param_alignment)):
-        end = bucket_start
-        for i in members:
-            start = _round_up(end, param_alignment)
-            end = start + numels[i]
-            params[i] = (start, end, bucket_id)
-        unpadded.append(end - bucket_start)
-        buckets.append((bucket_start, _round_up(end, bucket_alignment)))
-        bucket_start = buckets[-1][1]
-    return BufferLayout(params, buckets, unpadded)
 
 
 def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[torch.Tensor]:
@@ -148,37 +62,6 @@ class _ParamAndGradBucket:
     bucket_id: int
     noted: torch.Tensor | None = None
     """On a GPU: of each gradient the largest absolute value, before the last sum."""
-
-
-def _describe_launch(arguments: dict[str, Any]) -> dict[str, Any]:
-    group = arguments["self"]
-    return {
-        "bucket": [bucket.bucket_id for bucket in group.buckets],
-        "bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in group.buckets),
-        "num_params": len(group.params),
-    }
-
-
-def _is_of_bad(grads: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether `total`, the sum of `grads`, has a bad term. One number says so while all is well: a
-    finite sum has only finite terms."""
-    return not (math.isfinite(total) or bool(grads.isfinite().all()))
-
-
-def _count_of_bad(param: torch.nn.Parameter) -> str:
-    """ "1 NaN, 0 Inf of 576"; nothing where all elements are finite."""
-    num_nan, num_inf = int(param.main_grad.isnan().sum()), int(param.main_grad.isinf().sum())
-    return f"{num_nan} NaN, {num_inf} Inf of {param.numel()}" if num_nan or num_inf else ""
-
-
-def _kind_of_bad(largest: float) -> str:
-    """
-    >>> _kind_of_bad(math.nan), _kind_of_bad(math.inf), _kind_of_bad(3.0)
-    ('NaN', 'Inf', '')
-    """
-    if math.isfinite(largest):
-        return ""
-    return "NaN" if math.isnan(largest) else "Inf"
 
 
 class _ParamAndGradBucketGroup:
@@ -214,11 +97,9 @@ class _ParamAndGradBucketGroup:
         # False within `no_sync`.
         self.is_last_microbatch = True
         self.params_with_grad: set[torch.nn.Parameter] = set()
-        # None until launched, then one per bucket.
+        # Both None until launched, then one per bucket.
         self.grad_reduce_handles: list[Any] | None = None
         self.param_gather_handles: list[Any] | None = None
-        # True from `request_grad_sync` on: launch without counting gradients.
-        self.is_requested = False
         self.reset()
         # True from the optimizer's update of the local shards until their gathering is launched.
         self.params_are_stale = False
@@ -232,7 +113,6 @@ class _ParamAndGradBucketGroup:
         """Readies the group for the next step."""
         self.params_with_grad.clear()
         self.grad_reduce_handles = None
-        self.is_requested = False
         # Who judges the gradients, and whether a look at a number would stop the program.
         self._machine, self._is_asynchronous = current.machine, device_is_asynchronous()
 
@@ -243,20 +123,10 @@ class _ParamAndGradBucketGroup:
         """
         assert self.ddp_config.overlap_grad_reduce, "without overlap, no gradient is counted"
         if self.grad_reduce_handles is not None:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: another gradient of {self.params[param]} came after its "
-                "bucket was launched, and would be lost; run every microbatch but the last within "
-                "no_sync(), and call zero_grad_buffer() before each step"
-            )
+            grad_checks.refuse_another_grad(self.params[param])
         if not self.is_last_microbatch:
             return
         self.params_with_grad.add(param)
-        self._launch_what_is_due()
-
-    def request_grad_sync(self) -> None:
-        """Launches the group now, or as soon as no weight gradient of its parameters is owed."""
-        assert self.grad_reduce_handles is None, "launched twice in one step"
-        self.is_requested = True
         self._launch_what_is_due()
 
     def _launch_what_is_due(self) -> None:
@@ -269,15 +139,10 @@ class _ParamAndGradBucketGroup:
         """True when it is complete, and its turn."""
         previous = self.previous_bucket_group
         is_its_turn = previous is None or previous.grad_reduce_handles is not None
-        is_complete = len(self.params_with_grad) == len(self.params) or self.is_requested
-        is_due = is_complete and is_its_turn and self.grad_reduce_handles is None
-        return is_due and not (WeightGradStore.any_made and self._owed())
+        is_complete = len(self.params_with_grad) == len(self.params)
+        return is_complete and is_its_turn and self.grad_reduce_handles is None
 
-    def _owed(self) -> list[str]:
-        """Names of the parameters whose gradient backward has left for later, whole or in part."""
-        return [name for param, name in self.params.items() if is_owed(param)]
-
-    @traced("bucket-launch", _describe_launch)
+    @traced("bucket-launch", call_attributes.of_bucket_launch)
     def start_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Launches one collective per bucket, without waiting for any.
 
@@ -286,9 +151,7 @@ class _ParamAndGradBucketGroup:
         assert self.grad_reduce_handles is None, "launched twice in one step"
         if self.ddp_config.check_for_nan_in_grad:
             self._check_grads()
-        self.grad_reduce_handles = [
-            self._reduce(bucket, force_all_reduce) for bucket in self.buckets
-        ]
+        self.grad_reduce_handles = [self._reduce(one, force_all_reduce) for one in self.buckets]
 
     def _reduce(self, bucket: _ParamAndGradBucket, force_all_reduce: bool) -> Any:
         if bucket.gradient_scaling_factor != 1.0:
@@ -316,68 +179,22 @@ class _ParamAndGradBucketGroup:
         for us: to launch now would hide the fault, and to wait on other buckets would hang. With or
         without overlap, raises RuntimeError for weight gradients that are owed.
         """
-        if WeightGradStore.any_made and self._owed():
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: weight gradients of {first_few(self._owed())} are still "
-                "owed, and the sum would lack them; call backward_dw() of the model once for each "
-                "microbatch (delay_wgrad_compute), or finish_embedding_wgrad_compute "
-                "(defer_embedding_wgrad_compute) first"
-            )
-        if not self.ddp_config.overlap_grad_reduce:
-            return
-        missing = [name for p, name in self.params.items() if p not in self.params_with_grad]
-        if self.grad_reduce_handles is None and missing:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: no gradient came in the last microbatch for "
-                f"{first_few(missing)}, so {len(self.params)} gradients were never summed over "
-                f"{self.data_parallel_group.size()} data-parallel ranks; use each of them in every "
-                "forward, set requires_grad=False on it, or turn overlap_grad_reduce off"
-            )
-        if force_all_reduce and self.ddp_config.use_distributed_optimizer:
-            raise ValueError(
-                "force_all_reduce came after the reduce-scatters were launched; "
-                "turn overlap_grad_reduce off to use it"
-            )
+        if WeightGradStore.any_made:
+            grad_checks.refuse_owed_grads(self.params)
+        is_late = force_all_reduce or self.grad_reduce_handles is None
+        if self.ddp_config.overlap_grad_reduce and is_late:
+            grad_checks.refuse_late_launch(self, force_all_reduce)
 
     def _check_grads(self) -> None:
-        """Has each bucket judged: RuntimeError that names rank, bucket and parameters if it is bad.
+        """Has each bucket judged that may be bad: see `grad_checks.judge_bucket`.
 
-        On a GPU, to look at a number would stop the program in the middle of backward. There the
-        numbers are noted, and `DistributedDataParallel.check_grads` looks at them later; unless a bad
-        result has the step run again, which is decided before that.
+        A finite sum has only finite terms. On a GPU that is not looked at here, and where a bad result
+        has the step run again, each sum is compared.
         """
-        is_alone = self._machine.mode is RerunMode.DISABLED
+        is_told_by_sum = self._machine.mode is RerunMode.DISABLED and not self._is_asynchronous
         for bucket in self.buckets:
-            if self._is_asynchronous and is_alone:
-                grads = [param.main_grad for param in bucket.params]
-                bucket.noted = torch.stack(torch._foreach_norm(grads, math.inf))
-                continue
-            total = bucket.grad_data.sum()
-            if is_alone and math.isfinite(total):  # a finite sum has only finite terms
-                continue
-            self._machine.validate_result(
-                total,
-                partial(_is_of_bad, bucket.grad_data),
-                "gradients are not finite",
-                tolerance=GRADIENT_TOLERANCE,
-                describe=partial(self._words_of, bucket, map(_count_of_bad, bucket.params)),
-            )
-
-    def raise_for_noted_grads(self) -> None:
-        """Raises what `_check_grads` raises, for what it has noted."""
-        for bucket in self.buckets:
-            kinds = [] if bucket.noted is None else map(_kind_of_bad, bucket.noted.tolist())
-            if any(kinds := [*kinds]):
-                raise RuntimeError(self._words_of(bucket, kinds))
-
-    def _words_of(self, bucket: _ParamAndGradBucket, words: Iterable[str]) -> str:
-        named = zip(bucket.params.values(), words, strict=True)
-        culprits = [f"{name} ({what})" for name, what in named if what]
-        return (
-            f"rank {dist.get_rank()}: gradients are not finite in bucket "
-            f"{bucket.bucket_id}, before data-parallel summation: {first_few(culprits)}; "
-            "look at this rank's batch, lower the learning rate, or clip harder"
-        )
+            if not (is_told_by_sum and math.isfinite(bucket.grad_data.sum())):
+                grad_checks.judge_bucket(bucket, self._machine, self._is_asynchronous)
 
     # -- Parameters, with a distributed optimizer --
 
@@ -437,7 +254,7 @@ class _ParamAndGradBuffer:
         self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
         self.params = params
         self.data_parallel_group = data_parallel_group
-        sharded = ddp_config.use_distributed_optimizer
+        sharded, device = ddp_config.use_distributed_optimizer, params[0].device
         self.layout = lay_out_buffer(
             [param.numel() for param in params],
             [self._needs_own_bucket(param) for param in params],
@@ -446,13 +263,32 @@ class _ParamAndGradBuffer:
         )
         self.numel = self.layout.numel
         self.param_index_map = dict(zip(params, self.layout.params, strict=True))
-        device = params[0].device
         self.grad_data = torch.zeros(self.numel, dtype=grad_dtype, device=device)
         self.param_data = None
         if sharded:
             self.param_data = torch.zeros(self.numel, dtype=param_dtype, device=device)
-        self._place_params()
-        self.buckets = self._make_buckets(param_to_name, gradient_scaling_factor)
+        for param, (start, end, _) in self.param_index_map.items():
+            param.main_grad = self.grad_data[start:end].view(param.shape)
+            if self.param_data is not None:
+                inside = self.param_data[start:end].view(param.shape)
+                inside.copy_(param.data)
+                param.data = inside
+        self.buckets = [
+            _ParamAndGradBucket(
+                params={
+                    param: param_to_name[param]
+                    for param, (_, _, its_bucket) in self.param_index_map.items()
+                    if its_bucket == bucket_id
+                },
+                param_data=None if self.param_data is None else self.param_data[start:end],
+                grad_data=self.grad_data[start:end],
+                offset=start,
+                numel_unpadded=self.layout.buckets_unpadded[bucket_id],
+                gradient_scaling_factor=gradient_scaling_factor,
+                bucket_id=bucket_id,
+            )
+            for bucket_id, (start, end) in enumerate(self.layout.buckets)
+        ]
 
     def _needs_own_bucket(self, param: torch.nn.Parameter) -> bool:
         """True for a weight that several stages have copies of: of words, in T5 also of positions.
@@ -463,33 +299,6 @@ class _ParamAndGradBuffer:
         """
         has_copies = getattr(param, "shared_embedding", False) or hasattr(param, "shared")
         return self.ddp_config.use_distributed_optimizer and has_copies
-
-    def _place_params(self) -> None:
-        for param, (start, end, _) in self.param_index_map.items():
-            param.main_grad = self.grad_data[start:end].view(param.shape)
-            if self.param_data is not None:
-                inside = self.param_data[start:end].view(param.shape)
-                inside.copy_(param.data)
-                param.data = inside
-
-    def _make_buckets(
-        self, param_to_name: Mapping[torch.nn.Parameter, str], gradient_scaling_factor: float
-    ) -> list[_ParamAndGradBucket]:
-        members: list[dict[torch.nn.Parameter, str]] = [{} for _ in self.layout.buckets]
-        for param, (_, _, bucket_id) in self.param_index_map.items():
-            members[bucket_id][param] = param_to_name[param]
-        return [
-            _ParamAndGradBucket(
-                params=members[bucket_id],
-                param_data=None if self.param_data is None else self.param_data[start:end],
-                grad_data=self.grad_data[start:end],
-                offset=start,
-                numel_unpadded=self.layout.buckets_unpadded[bucket_id],
-                gradient_scaling_factor=gradient_scaling_factor,
-                bucket_id=bucket_id,
-            )
-            for bucket_id, (start, end) in enumerate(self.layout.buckets)
-        ]
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies all gradients, in place."""

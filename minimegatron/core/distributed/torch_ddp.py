@@ -9,11 +9,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.collectives import broadcast
-from minimegatron.core.distributed.data_parallel_base import (
-    _BaseDataParallel,
-    refuse_changed_parameters,
-    refuse_unsummed_grads,
-)
+from minimegatron.core.distributed.data_parallel_base import _BaseDataParallel
 from minimegatron.core.distributed.distributed_data_parallel import gradient_scaling_factor
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -22,6 +18,7 @@ from minimegatron.core.distributed.frozen_alike import (
     check_summed_alike,
     refuse_unmarked_in_experts,
 )
+from minimegatron.core.distributed.step_checks import refuse_unsummed_grads
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -125,7 +122,6 @@ class TorchDistributedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Forgets all gradients. ValueError where the module is not what it was when it was wrapped."""
         self._begin_grads()
-        refuse_changed_parameters(self.module, self._places)
         for param in self.module.parameters():
             param.grad = None
 

@@ -322,8 +322,8 @@ FAULTS = (
     Fault(
         "unused-parameter-not-noticed",
         _DDP + "param_and_grad_buffer.py",
-        "if self.grad_reduce_handles is None and missing:",
-        "if False:",
+        "is_late = force_all_reduce or self.grad_reduce_handles is None",
+        "is_late = force_all_reduce",
         "A bucket that waits for a gradient that never comes is never summed.",
     ),
     Fault(
@@ -368,7 +368,7 @@ FAULTS = (
     ),
     Fault(
         "tokens-of-one-replica",
-        _DDP + "finalize_model_grads.py",
+        _DDP + "token_division.py",
         "    all_reduce(num_tokens, dp_cp_group)\n",
         "",
         "Each replica divides the gradient, a sum over all replicas, by its own tokens only: "
@@ -376,7 +376,7 @@ FAULTS = (
     ),
     Fault(
         "tokens-of-every-stage",
-        _DDP + "finalize_model_grads.py",
+        _DDP + "token_division.py",
         "    broadcast(num_tokens, last_stage, pp_group)\n",
         "",
         "Only the last stage counts tokens. The other stages divide their gradients by 1.",

@@ -88,9 +88,9 @@ FAULTS_AROUND_A_STEP = (
     # -- Weight gradients after backward --
     Fault(
         "bucket-launched-while-a-gradient-is-owed",
-        _DDP + "param_and_grad_buffer.py",
-        "return is_due and not (WeightGradStore.any_made and self._owed())",
-        "return is_due",
+        _DDP + "distributed_data_parallel.py",
+        "more_follows = WeightGradStore.any_made and is_owed(param)",
+        "more_follows = False",
         "The sum over ranks starts before the output layer's weight gradient is in its bucket.",
     ),
     Fault(

@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
+from minimegatron.core.distributed.buffer_layout import lay_out_buffer
 
 
 def test_reverse_order_and_bucket_size():

@@ -16,6 +16,7 @@ from minimegatron.core.dist_checkpointing.mapping import make_sharded_tensors
 from minimegatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    grad_checks,
     setup_checks,
 )
 from minimegatron.core.models.gpt import GPTModel
@@ -427,7 +428,7 @@ def test_v7_a_refusal_names_three_of_many_weights():
     with pytest.raises(RuntimeError, match="for .* and 40 more, so 43 gradients were never summed"):
         model.finish_grad_sync()
     (group,) = model.all_bucket_groups
-    words = group._words_of(group.buckets[0], ["Inf"] * 43)
+    words = grad_checks.words_of(group.buckets[0], ["Inf"] * 43)
     assert re.search("not finite in bucket 0, .* and 40 more; look at", words)
 
 

@@ -12,7 +12,7 @@ EXERCISE = Exercise(
     summary="Scale each microbatch's loss, and at the end the gradients, by the right numbers.",
     real=(
         "minimegatron.core.pipeline_parallel.steps.forward_step_calc_loss",
-        "minimegatron.core.distributed.finalize_model_grads._divide_by_num_tokens",
+        "minimegatron.core.distributed.token_division._divide_by_num_tokens",
     ),
     question=(
         "Which of the divisors (tokens, microbatches, context-parallel ranks) is left to the "

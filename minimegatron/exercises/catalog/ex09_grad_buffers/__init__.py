@@ -8,10 +8,10 @@ EXERCISE = Exercise(
     tier="stretch",
     minutes=45,
     num_ranks=2,
-    mirrors="minimegatron.core.distributed.param_and_grad_buffer.lay_out_buffer",
+    mirrors="minimegatron.core.distributed.buffer_layout.lay_out_buffer",
     summary="Lay out the gradients, accumulate them in a hook, and send buckets during backward.",
     real=(
-        "minimegatron.core.distributed.param_and_grad_buffer.lay_out_buffer",
+        "minimegatron.core.distributed.buffer_layout.lay_out_buffer",
         "minimegatron.core.distributed.distributed_data_parallel.DistributedDataParallel._after_grad",
         "minimegatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
         ".register_grad_ready",

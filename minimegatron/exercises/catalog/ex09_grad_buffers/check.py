@@ -22,7 +22,8 @@ from minimegatron.exercises.check import Case, Result, Wrong, check_value, data_
 BUFFER = "minimegatron.core.distributed.param_and_grad_buffer."
 DDP = "minimegatron.core.distributed.distributed_data_parallel.DistributedDataParallel."
 READY = BUFFER + "_ParamAndGradBucketGroup.register_grad_ready"
-REPLACES = (BUFFER + "lay_out_buffer", BUFFER + "_fill_buckets", DDP + "_after_grad", READY)
+ARITHMETIC = "minimegatron.core.distributed.buffer_layout."
+REPLACES = (ARITHMETIC + "lay_out_buffer", ARITHMETIC + "_fill_buckets", DDP + "_after_grad", READY)
 LAY_OUT = param_and_grad_buffer.lay_out_buffer
 LAYOUT, HOOK, LAUNCH, STEP = "lay_out_buffer", "_after_grad", "register_grad_ready", "two steps"
 WORLD = 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
+from minimegatron.core.distributed.buffer_layout import lay_out_buffer
 from minimegatron.core.optimizer.distrib_optimizer import local_ranges
 from minimegatron.exercises.bench.gpt_step import Seat
 from minimegatron.exercises.check import Case, Result, Wrong
