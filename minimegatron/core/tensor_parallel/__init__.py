@@ -18,14 +18,8 @@ from minimegatron.core.tensor_parallel.linear_functions import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from minimegatron.core.tensor_parallel.mappings import (
-    all_to_all,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
 )
 from minimegatron.core.tensor_parallel.random import (
     CudaRNGStatesTracker,
@@ -39,6 +33,14 @@ from minimegatron.core.tensor_parallel.sharding import (
     shard_parameter,
     unshard_parameter,
 )
+from minimegatron.core.tensor_parallel.standalone_regions import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from minimegatron.core.tensor_parallel.uneven_rows import all_to_all
 from minimegatron.core.tensor_parallel.utils import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core.tensor_parallel.mappings import (
+from minimegatron.core.tensor_parallel.standalone_regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )

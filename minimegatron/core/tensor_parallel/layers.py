@@ -23,16 +23,18 @@ from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.tensor_parallel.frozen_weight import linear_with_frozen_weight
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.mappings import (
-    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
 )
 from minimegatron.core.tensor_parallel.sharding import (  # noqa: F401  Megatron has them here
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
+)
+from minimegatron.core.tensor_parallel.standalone_regions import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
 )
 from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
