@@ -9,15 +9,12 @@ from minimegatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    copy_tensor_model_parallel_attributes,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
 )
 from minimegatron.core.tensor_parallel.linear_functions import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from minimegatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -29,12 +26,12 @@ from minimegatron.core.tensor_parallel.random import (
 )
 from minimegatron.core.tensor_parallel.recompute import CheckpointFunction, checkpoint
 from minimegatron.core.tensor_parallel.sharding import (
-    gather_parameter,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
     shard_parameter,
-    unshard_parameter,
 )
 from minimegatron.core.tensor_parallel.standalone_regions import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -47,6 +44,11 @@ from minimegatron.core.tensor_parallel.utils import (
     split_tensor_into_1d_equal_chunks,
 )
 from minimegatron.core.tensor_parallel.weight_grad_store import drain_embedding_wgrad_compute
+from minimegatron.core.tensor_parallel.whole_parameters import (
+    copy_tensor_model_parallel_attributes,
+    gather_parameter,
+    unshard_parameter,
+)
 
 __all__ = [
     "CheckpointFunction",

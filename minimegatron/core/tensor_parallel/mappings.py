@@ -23,9 +23,9 @@ reduce-scatter and an all-gather, so a forward moves the same bytes. A backward 
 more per block: the column-parallel layer keeps its part of the input, and gathers it again. What lies
 between blocks is 1/t as large (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 
-Layers of a plain GPT call one of two rows, reduce or reduce-scatter, and these are here. A
-column-parallel layer has copy or gather built into its product (see `layers`). As functions of their
-own they are in `standalone_regions`, with the cuts. `uneven_rows` has the all-to-all.
+Here are three rows: copy and reduce, which are a pair, and reduce-scatter. `standalone_regions` has the
+cuts and gathers, `uneven_rows` the all-to-all. A plain GPT's layers call reduce or reduce-scatter; a
+column-parallel layer has copy or gather built into its product (see `layers`).
 
 The sequence is dimension 0 and features are the last: activations are [s, b, h]. Tokens on their way
 to experts are [n, h], with another n on each rank: hence the sizes that three of the rows take.
@@ -86,6 +86,20 @@ def _reduce_scatter_along_first_dim(
 # calls backward with one of their own. Groups of one never get here (see below).
 
 
+class _CopyToModelParallelRegion(SymbolicRegion):
+    """One value in t copies enters t different computations: their gradients add up."""
+
+    @staticmethod
+    def forward(ctx, input_, group):
+        ctx.group = group
+        return input_.view_as(input_)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        return _reduce(grad_output, ctx.group), None
+
+
 class _ReduceFromModelParallelRegion(SymbolicRegion):
     """t terms become their sum: each term gets the sum's gradient."""
 
@@ -120,6 +134,13 @@ def _apply(function: Any, input_: torch.Tensor, group: Any | None, *options: Any
     if group.size() == 1:
         return input_
     return function.apply(input_, group, *options)
+
+
+def copy_to_tensor_model_parallel_region(
+    input_: torch.Tensor, group: Any | None = None
+) -> torch.Tensor:
+    """Enters a tensor-parallel region: the same tensor; backward sums its gradient over `group`."""
+    return _apply(_CopyToModelParallelRegion, input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(

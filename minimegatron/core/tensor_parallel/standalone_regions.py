@@ -1,4 +1,4 @@
-"""Further rows of the table in `mappings`: copies, cuts and gathers that no layer has built in.
+"""Further rows of the table in `mappings`: cuts and gathers, along the last dimension and the first.
 
 Counterpart: the functions of the same names in `megatron.core.tensor_parallel.mappings`.
 """
@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from minimegatron.core.tensor_parallel.mappings import (
     _apply,
     _gather_along_first_dim,
-    _reduce,
     _reduce_scatter_along_first_dim,
 )
 from minimegatron.core.tensor_parallel.symbolic_region import SymbolicRegion
@@ -20,7 +19,6 @@ from minimegatron.core.tensor_parallel.uneven_rows import check_sizes
 from minimegatron.core.tensor_parallel.utils import divide, split_tensor_along_last_dim
 
 __all__ = [
-    "_CopyToModelParallelRegion",
     "_GatherFromModelParallelRegion",
     "_GatherFromSequenceParallelRegion",
     "_ScatterToModelParallelRegion",
@@ -28,7 +26,6 @@ __all__ = [
     "_gather_along_last_dim",
     "_split_along_first_dim",
     "_split_along_last_dim",
-    "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "scatter_to_sequence_parallel_region",
@@ -59,20 +56,6 @@ def _gather_along_last_dim(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 # -- The rows --
-
-
-class _CopyToModelParallelRegion(SymbolicRegion):
-    """One value in t copies enters t different computations: their gradients add up."""
-
-    @staticmethod
-    def forward(ctx, input_, group):
-        ctx.group = group
-        return input_.view_as(input_)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        return _reduce(grad_output, ctx.group), None
 
 
 class _ScatterToModelParallelRegion(SymbolicRegion):
@@ -134,13 +117,6 @@ class _GatherFromSequenceParallelRegion(SymbolicRegion):
 
 
 # -- The functions to call --
-
-
-def copy_to_tensor_model_parallel_region(
-    input_: torch.Tensor, group: Any | None = None
-) -> torch.Tensor:
-    """Enters a tensor-parallel region: the same tensor; backward sums its gradient over `group`."""
-    return _apply(_CopyToModelParallelRegion, input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(

@@ -31,7 +31,7 @@ _KEPT = {"all_reduce": collectives.all_reduce}
 """Ours, where `installed` does not find it."""
 _OURS = "minimegatron.core.tensor_parallel."
 WITHHELD = (
-    f"{_OURS}standalone_regions._CopyToModelParallelRegion.forward",
+    f"{_OURS}mappings._CopyToModelParallelRegion.forward",
     f"{_OURS}mappings._ReduceFromModelParallelRegion.forward",
     f"{_OURS}mappings._reduce",
     f"{_OURS}layers.ColumnParallelLinear.forward",
