@@ -37,12 +37,12 @@ from minimegatron.core.tensor_parallel.standalone_regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from minimegatron.core.tensor_parallel.uneven_rows import all_to_all
-from minimegatron.core.tensor_parallel.utils import (
+from minimegatron.core.tensor_parallel.tensor_pieces import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
+from minimegatron.core.tensor_parallel.uneven_rows import all_to_all
 from minimegatron.core.tensor_parallel.weight_grad_store import drain_embedding_wgrad_compute
 from minimegatron.core.tensor_parallel.whole_parameters import (
     copy_tensor_model_parallel_attributes,

@@ -15,8 +15,9 @@ from minimegatron.core.tensor_parallel.mappings import (
     _reduce_scatter_along_first_dim,
 )
 from minimegatron.core.tensor_parallel.symbolic_region import SymbolicRegion
+from minimegatron.core.tensor_parallel.tensor_pieces import split_tensor_along_last_dim
 from minimegatron.core.tensor_parallel.uneven_rows import check_sizes
-from minimegatron.core.tensor_parallel.utils import divide, split_tensor_along_last_dim
+from minimegatron.core.utils import divide
 
 __all__ = [
     "_GatherFromModelParallelRegion",
