@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tracing import traced
+from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.global_vars import (
     get_args,
     get_tensorboard_writer,
@@ -26,7 +27,6 @@ from minimegatron.training.global_vars import (
 from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.reruns import not_rerun
 from minimegatron.training.utils import (
-    broadcast_from_last_stage,
     print_rank_0,
     sum_over_microbatches,
 )

@@ -14,13 +14,14 @@ from tqdm import tqdm
 
 from minimegatron.core.num_microbatches_calculator import get_current_global_batch_size
 from minimegatron.core.straggler_detector import StragglerDetector
+from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.global_vars import (
     get_args,
     get_timers,
     get_train_state,
     write_curves,
 )
-from minimegatron.training.utils import broadcast_from_last_stage, print_rank_0
+from minimegatron.training.utils import print_rank_0
 
 stimer = StragglerDetector()
 

@@ -19,10 +19,7 @@ from minimegatron.core.utils import device_is_asynchronous, get_device
 
 
 def _broadcast_sizes(
-    keys: Sequence[str],
-    data: Mapping[str, torch.Tensor] | None,
-    group: Any,
-    device: torch.device,
+    keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, group: Any, device: torch.device
 ) -> Shapes:
     """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key."""
     if group.size() == 1:
@@ -60,7 +57,9 @@ def broadcast_data(
     Raises:
         ValueError: a key is missing, has another dtype, too many dimensions, or sizes that vary.
     """
-    group, device = get_tensor_model_parallel_group_if_none(tp_group), get_device()
+    group, device = tp_group, get_device()
+    if group is None:
+        group = get_tensor_model_parallel_group_if_none(group)
     if group.rank() == 0:
         for key in keys:
             if key not in data or data[key].dtype != datatype or data[key].dim() > MAX_DATA_DIM:

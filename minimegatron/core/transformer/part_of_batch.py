@@ -22,6 +22,4 @@ def get_batch_on_this_cp_rank(
     """
     if cp_group is None:
         cp_group = ProcessGroupCollection.use_mpu_process_groups(["cp"]).cp
-    if cp_group.size() == 1:
-        return batch
-    return part_of_fields(batch, cp_group)
+    return batch if cp_group.size() == 1 else part_of_fields(batch, cp_group)
