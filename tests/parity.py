@@ -50,8 +50,9 @@ from minimegatron.core.utils import (
     get_model_config,
     unwrap_model,
 )
+from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
-from minimegatron.training.utils import broadcast_from_last_stage, get_batch_on_this_cp_rank
+from minimegatron.training.utils import get_batch_on_this_cp_rank
 from tests.fake_transport import FakeGroup
 from tests.parity_frozen import freeze
 

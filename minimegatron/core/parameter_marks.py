@@ -23,6 +23,23 @@ def note_marks(model: torch.nn.Module) -> None:
                 notes[name] = dict(vars(param))
 
 
+def mark_expert_parameters(layer: torch.nn.Module, is_expert: bool) -> None:
+    """Says of an expert's parameters that they are of the kind `expert` (see `core.parameter`).
+
+    Where experts are cut over the same ranks as everything else they are parameters like others. It is
+    a linear layer's last mark: all are noted then.
+    """
+    config = layer.config
+    is_cut_as_others = (
+        config.expert_model_parallel_size == 1
+        and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+    )
+    if is_expert and not is_cut_as_others:
+        for param in layer.parameters(recurse=False):
+            param.allreduce = False
+    note_marks(layer)
+
+
 def restore_marks(model: torch.nn.Module) -> None:
     """Parameters that came in the place of others get what was noted there; others stay as they are.
 

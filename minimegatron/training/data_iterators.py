@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives, parallel_state
-from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.utils import get_device
 from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
+from minimegatron.training.datasets.end_of_data import SPLITS, used_up
 from minimegatron.training.function_checks import check_datasets
 from minimegatron.training.global_vars import get_args, get_train_state
 from minimegatron.training.reruns import with_replay
@@ -60,13 +60,11 @@ def build_train_valid_test_data_loaders(
                     seed=args.seed,
                 )
     # Where the stages with data are, the placement says; a chunk without any takes nothing back.
-    flags = torch.tensor([loader is not None for loader in loaders], dtype=torch.int32)
-    flags = flags.to(get_device())
+    flags = torch.tensor([x is not None for x in loaders], dtype=torch.int32, device=get_device())
     collectives.all_reduce(flags, dist.group.WORLD, op=collectives.ReduceOp.MAX)
-    do_train, do_valid, do_test = (bool(flag) for flag in flags.tolist())
-    state.do_train |= do_train
-    state.do_valid |= do_valid
-    state.do_test |= do_test
+    state.do_train |= bool(flags[0])
+    state.do_valid |= bool(flags[1])
+    state.do_test |= bool(flags[2])
     return loaders[0], loaders[1], loaders[2]
 
 
@@ -79,25 +77,7 @@ def build_train_valid_test_data_iterators(
     """
     loaders = build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider)
     train, valid, test = (
-        None if loader is None else itertools.chain(iter(loader), _used_up(loader, *words))
-        for loader, words in zip(loaders, _WORDS, strict=True)
+        None if loader is None else itertools.chain(iter(loader), used_up(loader, *words))
+        for loader, words in zip(loaders, SPLITS, strict=True)
     )
     return None if train is None else with_replay(train), valid, test
-
-
-_WORDS = (
-    ("training", "--train-iters or --global-batch-size"),
-    ("validation", "--eval-iters, or raise --eval-interval"),
-    ("test", "--eval-iters"),
-)
-
-
-def _used_up(loader: torch.utils.data.DataLoader, split: str, flags: str) -> Iterator:
-    """Stands behind a loader's microbatches: who asks for one more learns that there is none."""
-    yield from ()
-    sampler = loader.batch_sampler
-    raise DataError(
-        f"the {split} data set has {len(loader.dataset)} samples, but the run asks for more. It began "
-        f"at sample {sampler.consumed_samples}, and one microbatch on each copy of the model takes "
-        f"{sampler.step}; give it more samples, lower {flags}, or use --dataloader-type cyclic"
-    )

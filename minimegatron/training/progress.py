@@ -17,12 +17,13 @@ from minimegatron.core.num_microbatches_calculator import get_current_global_bat
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.straggler_detector import StragglerDetector
 from minimegatron.training.curves import write_curves
+from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.global_vars import (
     get_args,
     get_timers,
     get_train_state,
 )
-from minimegatron.training.utils import broadcast_from_last_stage, print_rank_0
+from minimegatron.training.utils import print_rank_0
 
 stimer = StragglerDetector()
 

@@ -1,38 +1,24 @@
-"""Small things around a training step: printing once, averaging, sharing a batch.
+"""Small things around a training step: numbers over ranks, sharing a batch.
 
 Counterpart: `megatron.training.utils`.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from tqdm import tqdm
 
 from minimegatron.core import collectives, parallel_state
-from minimegatron.core.datasets.utils import DataError
+from minimegatron.core.collectives import ReduceOp
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.part_of_batch import get_batch_on_this_cp_rank  # noqa: F401
 from minimegatron.core.utils import get_device
+from minimegatron.training import batch_checks, report_checks
 from minimegatron.training.datasets.label_check import check_labels
-from minimegatron.training.last_rank import is_last_rank, print_rank_last  # noqa: F401
-from minimegatron.training.loss_average import (  # noqa: F401
-    average_losses_across_data_parallel_group,
-)
-from minimegatron.training.params_norm import calc_params_l2_norm as calc_params_l2_norm
-from minimegatron.training.terminal_lines import fitted
-
-# -- Printing --
-
-
-def print_rank_0(message: str) -> None:
-    """Prints on rank 0 only, above the progress bar if there is one."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        tqdm.write(fitted(message))
-
+from minimegatron.training.loss_average import average_losses_across_data_parallel_group  # noqa: F401
+from minimegatron.training.one_rank import is_last_rank, print_rank_0, print_rank_last  # noqa: F401
+from minimegatron.training.params_norm import calc_params_l2_norm  # noqa: F401
 
 # -- Numbers over ranks --
 
@@ -42,10 +28,9 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | N
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return None if stat is None else float(stat)  # nobody to ask, and nothing to wait for
-    value = torch.tensor(
-        [-1.0 if stat is None else float(stat)], dtype=torch.float32, device=get_device()
-    )
-    collectives.all_reduce(value, group, op=collectives.ReduceOp.MAX)
+    number = -1.0 if stat is None else float(stat)
+    value = torch.tensor([number], dtype=torch.float32, device=get_device())
+    collectives.all_reduce(value, group, op=ReduceOp.MAX)
     largest = value.item()
     return None if largest == -1.0 else largest
 
@@ -56,23 +41,8 @@ def logical_and_across_model_parallel_group(value: bool) -> bool:
     if group.size() == 1:
         return value
     number = torch.tensor([int(value)], dtype=torch.int32, device=get_device())
-    collectives.all_reduce(number, group, op=collectives.ReduceOp.MIN)
+    collectives.all_reduce(number, group, op=ReduceOp.MIN)
     return bool(number.item())
-
-
-MESSAGE_BYTES = 4096
-"""Length of what `broadcast_from_last_stage` sends: one message, whose size all ranks know."""
-
-
-def broadcast_from_last_stage(values: dict[str, float]) -> dict[str, float]:
-    """The last stage's `values` on every rank: losses exist there, but rank 0 prints them."""
-    text = json.dumps(values).encode().ljust(MESSAGE_BYTES)
-    if len(text) > MESSAGE_BYTES:
-        raise ValueError(f"{len(values)} logged values take over {MESSAGE_BYTES} bytes; log fewer")
-    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(get_device())
-    group = parallel_state.get_pipeline_model_parallel_group()
-    collectives.broadcast(message, parallel_state.get_pipeline_placement().last_rank, group)
-    return json.loads(bytes(message.tolist()))
 
 
 def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -85,19 +55,15 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
     Raises ValueError where microbatches or copies have reported other keys, or other sizes under one.
     """
     kinds = [_sizes(report) for report in reports]
-    for number, kind in enumerate(kinds):
-        if kind != kinds[0] or set(kind.values()) - {1, 2}:
-            raise ValueError(
-                f"the loss function reported {_in_words(kinds[0])} in microbatch 0, "
-                f"{_in_words(kind)} in microbatch {number}; report the same keys in each, with 1 "
-                "number or a pair [loss sum, number of tokens], which may be [0, 0]"
-            )
+    if any(kind != kinds[0] or set(kind.values()) - {1, 2} for kind in kinds):
+        report_checks.refuse_kinds(kinds)
     if not reports:
         return {}
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     keys, digest = sorted(kinds[0]), _digest(kinds[0])
     # One message, whose size depends little on the keys: what it holds of them comes first.
-    table = torch.zeros(_rounded_up(1 + len(keys)), 2, dtype=torch.float64, device=get_device())
+    num_rows = 16 * (1 + len(keys) // 16)
+    table = torch.zeros(num_rows, 2, dtype=torch.float64, device=get_device())
     # Assigning a number to an element would wait for the GPU, filling it does not.
     table[0, 0].fill_(digest)
     table[0, 1].fill_(digest**2)
@@ -105,63 +71,30 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
         table[row] = torch.stack([_as_pair(report[key]) for report in reports]).sum(dim=0)
     collectives.all_reduce(table, group)
     if group.size() > 1 and table[0].tolist() != [group.size() * digest, group.size() * digest**2]:
-        raise ValueError(
-            f"copy {group.rank()} of {group.size()} of the model: the loss function reported "
-            f"{_in_words(kinds[0])} here, and other keys or sizes on another copy; report the same on "
-            "all"
-        )
-    found = dict(zip(keys, table[1:].float(), strict=False))
-    return {key: found[key] for key in kinds[0]}
+        report_checks.refuse_kind_of_copy(group, kinds[0])
+    sums = dict(zip(keys, table[1:].float(), strict=False))
+    return {key: sums[key] for key in kinds[0]}
 
 
 def _sizes(report: Any) -> dict[str, int]:
     """How many numbers stand under each key of a report."""
     if not isinstance(report, Mapping):
-        raise ValueError(
-            f"the loss function reported a {type(report).__name__}; its last value is a dictionary of "
-            'what the log is to show, such as {"lm loss": loss.detach()}'
-        )
-    return {key: _size(key, value) for key, value in report.items()}
-
-
-def _size(key: str, value: Any) -> int:
+        report_checks.refuse_report(report)
     try:
-        return torch.as_tensor(value).numel()
+        return {key: torch.as_tensor(value).numel() for key, value in report.items()}
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(
-            f"the loss function reported a {type(value).__name__} under {key!r}; report one "
-            "number, or a pair [loss sum, number of tokens]"
-        ) from None
+        report_checks.refuse_value(report)
 
 
 def _as_pair(value: Any) -> torch.Tensor:
     numbers = torch.as_tensor(value).detach().to(get_device()).float().view(-1)
-    return (
-        numbers if numbers.numel() == 2 else torch.stack([numbers[0], torch.ones_like(numbers[0])])
-    )
-
-
-def _in_words(kind: dict[str, int]) -> str:
-    """
-    >>> _in_words({"lm loss": 2, "z": 1})
-    "'lm loss' (2 numbers), 'z' (1 number)"
-    """
-    words = [f"{key!r} ({size} number{'s' * (size != 1)})" for key, size in kind.items()]
-    return ", ".join(words) or "nothing"
+    return numbers if numbers.numel() == 2 else torch.cat([numbers, torch.ones_like(numbers)])
 
 
 def _digest(kind: dict[str, int]) -> float:
     """20 bits of what was reported: its sum and its squares' sum over 4,096 copies are exact."""
     digest = sha256(repr(sorted(kind.items())).encode()).digest()
     return float(int.from_bytes(digest[:3]) >> 4)
-
-
-def _rounded_up(number: int, to: int = 16) -> int:
-    """
-    >>> _rounded_up(3), _rounded_up(17)
-    (16, 32)
-    """
-    return -(-number // to) * to
 
 
 # -- Batches --
@@ -224,8 +157,26 @@ def get_batch_on_this_tp_rank(
         here = {key: sample[key].to(device, non_blocking=True) for key in keys}
         data = _as_integers(here, dtypes)
     group = parallel_state.get_tensor_model_parallel_group()
-    integers = broadcast_data(keys, data, torch.int64, group, sizes_vary=False)
-    return batch | _from_integers(integers, dtypes)
+    received = broadcast_data(keys, data, torch.int64, group, sizes_vary=False)
+    for key, integers in received.items():
+        dtype = dtypes.get(key, torch.int64)
+        numbers = integers.view(torch.float64) if dtype.is_floating_point else integers
+        batch[key] = numbers.to(dtype)
+    return batch
+
+
+def _as_integers(
+    fields: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """All fields travel as one message, so as one dtype: of a fraction, the bits of float64 do."""
+    integers = {}
+    for key, field in fields.items():
+        dtype = dtypes.get(key, torch.int64)
+        has_fractions = dtype.is_floating_point
+        if field.is_floating_point() and not has_fractions:
+            batch_checks.refuse_fractions(key, field, dtype)
+        integers[key] = field.double().view(torch.int64) if has_fractions else field.long()
+    return integers
 
 
 def check_loss_mask(loss_mask: torch.Tensor, losses: torch.Tensor) -> None:
@@ -235,37 +186,4 @@ def check_loss_mask(loss_mask: torch.Tensor, losses: torch.Tensor) -> None:
     weigh other tokens.
     """
     if loss_mask.shape not in (losses.shape, (losses.numel(),)):
-        raise ValueError(
-            f"loss_mask is {list(loss_mask.shape)}, but there are losses {list(losses.shape)}; give "
-            "one number for each token"
-        )
-
-
-# All fields travel as one message, so as one dtype: of a fraction, the bits of float64 do.
-
-
-def _as_integers(
-    fields: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, torch.Tensor]:
-    integers = {}
-    for key, field in fields.items():
-        dtype = dtypes.get(key, torch.int64)
-        has_fractions = dtype.is_floating_point
-        if field.is_floating_point() and not has_fractions:
-            raise DataError(
-                f"{key!r} of the batch has dtype {field.dtype}, but is to arrive as {dtype}, which has "
-                "no fractions; convert it in the data set, or give get_batch_on_this_tp_rank its "
-                f"dtype: dtypes=FIELD_DTYPES | {{{key!r}: {field.dtype}}}"
-            )
-        integers[key] = field.double().view(torch.int64) if has_fractions else field.long()
-    return integers
-
-
-def _from_integers(
-    integers: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, torch.Tensor]:
-    fields = {}
-    for key, tensor in integers.items():
-        dtype = dtypes.get(key, torch.int64)
-        fields[key] = (tensor.view(torch.float64) if dtype.is_floating_point else tensor).to(dtype)
-    return fields
+        batch_checks.refuse_loss_mask(loss_mask, losses)

@@ -16,7 +16,7 @@ from minimegatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from minimegatron.core.optimizer.grad_scaler import ConstantGradScaler
 from minimegatron.core.optimizer.optimizer import MegatronOptimizer, make_torch_optimizer
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.tensor_parallel import data
+from minimegatron.core.tensor_parallel import data, sizes_of_first_batch
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from tests.core.distributed.common import Toy, make_config, run_microbatches
 from tests.fake_transport import FakeGroup, no_numbers
@@ -191,7 +191,7 @@ def sent(monkeypatch):
     monkeypatch.setattr(
         data.collectives, "broadcast", lambda tensor, *_: shapes.append(tuple(tensor.shape))
     )
-    monkeypatch.setattr(data, "_told", {})
+    monkeypatch.setattr(sizes_of_first_batch, "_told", {})
     return shapes
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minimegatron.core.tensor_parallel.layers import mark_expert_parameters
+from minimegatron.core.parameter_marks import mark_expert_parameters
 from minimegatron.core.transformer.moe import moe_utils
 from minimegatron.exercises.catalog.ex19_router import check as router_check
 from minimegatron.exercises.catalog.ex19_router import truth

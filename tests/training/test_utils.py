@@ -9,12 +9,12 @@ import torch
 from minimegatron.core import parallel_state
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.models.T5.stack_split import StackSplit
+from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.utils import (
     FIELD_DTYPES,
     GPT_BATCH_KEYS,
     average_losses_across_data_parallel_group,
     batch_keys,
-    broadcast_from_last_stage,
     check_labels,
     get_batch_on_this_tp_rank,
     logical_and_across_model_parallel_group,

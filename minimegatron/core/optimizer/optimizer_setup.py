@@ -8,11 +8,6 @@ from functools import partial
 
 import torch
 
-from minimegatron.core.distributed.data_parallel_base import (
-    forget_reads_of_scale,
-    refuse_changed_parameters,
-    refuse_unsummed_grads,
-)
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.frozen_alike import OF_ONE_COPY, check_frozen_alike
 from minimegatron.core.distributed.setup_checks import (
@@ -21,6 +16,11 @@ from minimegatron.core.distributed.setup_checks import (
     check_same_groups,
     note_saved_buffers,
     refuse_shared_weights,
+)
+from minimegatron.core.distributed.step_checks import (
+    forget_reads_of_scale,
+    refuse_changed_parameters,
+    refuse_unsummed_grads,
 )
 from minimegatron.core.optimizer.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig

@@ -9,23 +9,14 @@ from minimegatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    copy_tensor_model_parallel_attributes,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
 )
 from minimegatron.core.tensor_parallel.linear_functions import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from minimegatron.core.tensor_parallel.mappings import (
-    all_to_all,
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
 )
 from minimegatron.core.tensor_parallel.random import (
     CudaRNGStatesTracker,
@@ -35,16 +26,29 @@ from minimegatron.core.tensor_parallel.random import (
 )
 from minimegatron.core.tensor_parallel.recompute import CheckpointFunction, checkpoint
 from minimegatron.core.tensor_parallel.sharding import (
-    gather_parameter,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
     shard_parameter,
-    unshard_parameter,
 )
-from minimegatron.core.tensor_parallel.utils import (
+from minimegatron.core.tensor_parallel.standalone_regions import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from minimegatron.core.tensor_parallel.tensor_pieces import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
+from minimegatron.core.tensor_parallel.uneven_rows import all_to_all
 from minimegatron.core.tensor_parallel.weight_grad_store import drain_embedding_wgrad_compute
+from minimegatron.core.tensor_parallel.whole_parameters import (
+    copy_tensor_model_parallel_attributes,
+    gather_parameter,
+    unshard_parameter,
+)
 
 __all__ = [
     "CheckpointFunction",

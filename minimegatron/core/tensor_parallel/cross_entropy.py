@@ -14,6 +14,8 @@ import torch
 
 from minimegatron.core import collectives
 from minimegatron.core.collectives import ReduceOp
+from minimegatron.core.tensor_parallel.label_smoothing import smooth
+from minimegatron.core.tensor_parallel.target_checks import refuse_targets
 from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
     get_tensor_model_parallel_group_if_none,
@@ -51,14 +53,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         predicted = predicted.masked_fill(elsewhere, 0.0)
         collectives.all_reduce(predicted, group)
 
-        # -- Label smoothing spreads epsilon over the other classes --
-        # (1 - e) on y and e / (V - 1) on each other is (1 - a) on y and a / V on all, a = e V/(V-1).
+        # -- Label smoothing takes a share from the target, and spreads it over all classes --
         spread = 0.0
         if label_smoothing > 0:
-            spread = label_smoothing * vocab_size / (vocab_size - 1)
-            mean_logit = logits.sum(dim=-1) / vocab_size
-            collectives.all_reduce(mean_logit, group)
-            predicted = (1.0 - spread) * predicted + spread * mean_logit
+            spread, predicted = smooth(label_smoothing, predicted, logits, vocab_size, group)
 
         softmax = logits.exp_()
         normaliser = softmax.sum(dim=-1)
@@ -105,12 +103,7 @@ def vocab_parallel_cross_entropy(
         ValueError: `label_smoothing` is no share; there is not one target for each place. That the
             logits are a slice, no rank can see: whole ones would count as t vocabularies.
     """
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing is {label_smoothing}; give a value in [0, 1)")
-    if target.shape != vocab_parallel_logits.shape[:-1]:
-        raise ValueError(
-            f"targets are {list(target.shape)}, but logits are {list(vocab_parallel_logits.shape)}; "
-            "give one target for each place, and the vocabulary last"
-        )
+    if not 0.0 <= label_smoothing < 1.0 or target.shape != vocab_parallel_logits.shape[:-1]:
+        refuse_targets(label_smoothing, target, vocab_parallel_logits)
     group = get_tensor_model_parallel_group_if_none(tp_group)
     return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)

@@ -5,43 +5,26 @@ Counterpart: `megatron.core.tensor_parallel.data`.
 All tensor-parallel ranks work on the same samples, so only one needs to load them.
 """
 
-import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from minimegatron.core import collectives
+from minimegatron.core.tensor_parallel.sizes_of_first_batch import sizes_of_first_batch
+from minimegatron.core.tensor_parallel.tensor_to_send import MAX_DATA_DIM, Shapes, refuse_tensor
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 from minimegatron.core.utils import device_is_asynchronous, get_device
 
-_MAX_DATA_DIM = 5
-
-Shapes = list[tuple[int, ...]]
-
-_told: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Shapes]] = weakref.WeakKeyDictionary()
-"""By group and keys: sizes that all of the group's ranks know, of batches that all have the same."""
-
 
 def _broadcast_sizes(
-    keys: Sequence[str],
-    data: Mapping[str, torch.Tensor] | None,
-    group: Any,
-    device: torch.device,
-    sizes_vary: bool = True,
+    keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, group: Any, device: torch.device
 ) -> Shapes:
-    """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key.
-
-    On a GPU, sizes that do not vary are broadcast once: a rank that reads them waits until its GPU
-    has done all that is queued. On a CPU they are broadcast each time, so that a step that failed on
-    some ranks leaves nothing behind.
-    """
+    """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key."""
     if group.size() == 1:
         return [tuple(data[key].shape) for key in keys]  # nobody to tell, and nothing to wait for
-    told = {} if sizes_vary or not device_is_asynchronous() else _told.setdefault(group, {})
-    if tuple(keys) in told:
-        return _as_told(keys, data, group, told[tuple(keys)])
-    table = torch.zeros(len(keys), 1 + _MAX_DATA_DIM, dtype=torch.int64)
+    table = torch.zeros(len(keys), 1 + MAX_DATA_DIM, dtype=torch.int64)
     if group.rank() == 0:
         for row, key in zip(table, keys, strict=True):
             shape = data[key].shape
@@ -49,35 +32,7 @@ def _broadcast_sizes(
             row[1 : 1 + len(shape)] = torch.tensor(shape)
     table = table.to(device)
     collectives.broadcast(table, 0, group)
-    told[tuple(keys)] = [tuple(row[1 : 1 + row[0]]) for row in table.tolist()]
-    return told[tuple(keys)]
-
-
-def _as_told(
-    keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, group: Any, shapes: Shapes
-) -> Shapes:
-    """`shapes`, unless this rank has a batch of others. The ranks that receive it would not know."""
-    if group.rank() == 0 and shapes != (found := [tuple(data[key].shape) for key in keys]):
-        raise ValueError(
-            f"the batch's {', '.join(keys)} have sizes {found}, and the first batch had {shapes}; "
-            "give each microbatch the same sizes, or call broadcast_data with sizes_vary=True"
-        )
-    return shapes
-
-
-def _check(keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype) -> None:
-    for key in keys:
-        if key not in data:
-            raise ValueError(f"the batch has no {key!r}; it has {sorted(data)}")
-        if data[key].dtype != datatype:
-            raise ValueError(
-                f"{key!r} has dtype {data[key].dtype} but is to be broadcast as {datatype}; "
-                "convert it or broadcast it in a call of its own"
-            )
-        if data[key].dim() > _MAX_DATA_DIM:
-            raise ValueError(
-                f"{key!r} has {data[key].dim()} dimensions; at most {_MAX_DATA_DIM} can be sent"
-            )
+    return [tuple(row[1 : 1 + row[0]]) for row in table.tolist()]
 
 
 def broadcast_data(
@@ -106,8 +61,13 @@ def broadcast_data(
     if group is None:
         group = get_tensor_model_parallel_group_if_none(group)
     if group.rank() == 0:
-        _check(keys, data, datatype)
-    shapes = _broadcast_sizes(keys, data, group, device, sizes_vary)
+        for key in keys:
+            if key not in data or data[key].dtype != datatype or data[key].dim() > MAX_DATA_DIM:
+                refuse_tensor(key, data, datatype)
+    # A CPU gets sizes each time, so that a step that failed on some ranks leaves nothing behind.
+    is_told_once = not sizes_vary and device_is_asynchronous()
+    ask = partial(_broadcast_sizes, keys, data, group, device)
+    shapes = sizes_of_first_batch(ask, keys, data, group) if is_told_once else ask()
 
     # -- All tensors travel as one --
     numels = [torch.Size(shape).numel() for shape in shapes]

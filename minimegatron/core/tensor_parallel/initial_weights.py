@@ -52,8 +52,8 @@ def new_weight(
     partition_dim: int,
     tp_group: Any,
     stride: int = 1,
-    vocabulary: bool = False,
     partition_sizes: Sequence[int] | None = None,
+    vocabulary: bool = False,
 ) -> torch.nn.Parameter:
     """A weight of this rank's `shape`, cut along `partition_dim` (-1: not cut).
 

@@ -19,20 +19,21 @@ import torch.nn.functional as F
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.parameter_marks import note_marks
-from minimegatron.core.tensor_parallel.frozen_weight import linear_with_frozen_weight
+from minimegatron.core.parameter_marks import mark_expert_parameters, note_marks
+from minimegatron.core.tensor_parallel import linear_checks
+from minimegatron.core.tensor_parallel.autocast_casts import cast_for_autocast
+from minimegatron.core.tensor_parallel.frozen_weight import frozen_product
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.mappings import (
-    gather_from_tensor_model_parallel_region,
+    _gather_along_first_dim,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
 )
-from minimegatron.core.tensor_parallel.sharding import (  # noqa: F401  Megatron has them here
-    copy_tensor_model_parallel_attributes,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
+from minimegatron.core.tensor_parallel.owing_linear import OwingLinear
+from minimegatron.core.tensor_parallel.sharding import set_tensor_model_parallel_attributes
+from minimegatron.core.tensor_parallel.standalone_regions import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
 )
 from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
@@ -40,24 +41,12 @@ from minimegatron.core.tensor_parallel.utils import (
     get_tensor_model_parallel_group_if_none,
     weight_gradient,
 )
-from minimegatron.core.tensor_parallel.weight_grad_store import (
-    WeightGradStore,
-    drain_embedding_wgrad_compute,  # noqa: F401  Megatron has it here
-    store_of,
-)
+from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
 from minimegatron.core.utils import without_graph
-from minimegatron.exports import lazily
+from minimegatron.exports import all_of
 
-# Megatron has it here.
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "linear_with_grad_accumulation_and_async_allreduce": (
-            "minimegatron.core.tensor_parallel.linear_functions:"
-            "linear_with_grad_accumulation_and_async_allreduce"
-        ),
-    },
-)
+# Megatron has these here.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.tensor_parallel.linear_functions")
 
 InitMethod = Callable[[torch.Tensor], torch.Tensor]
 
@@ -100,18 +89,11 @@ class VocabParallelEmbedding(torch.nn.Module):
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         rank, size = self.tp_group.rank(), self.tp_group.size()
-        self.vocab_start_index, self.vocab_end_index = (
-            VocabUtility.vocab_range_from_global_vocab_size(num_embeddings, rank, size)
-        )
-        self.num_embeddings_per_partition = self.vocab_end_index - self.vocab_start_index
-        self.weight = new_weight(
-            (self.num_embeddings_per_partition, embedding_dim),
-            config.params_dtype,
-            init_method,
-            partition_dim=0,
-            tp_group=self.tp_group,
-            vocabulary=True,
-        )
+        first, last = VocabUtility.vocab_range_from_global_vocab_size(num_embeddings, rank, size)
+        self.vocab_start_index, self.vocab_end_index = first, last
+        self.num_embeddings_per_partition = last - first
+        shape, dtype = (last - first, embedding_dim), config.params_dtype
+        self.weight = new_weight(shape, dtype, init_method, 0, self.tp_group, vocabulary=True)
         note_marks(self)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -146,28 +128,15 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        input_,
-        weight,
-        bias,
-        allreduce_dgrad,
-        sequence_parallel,
-        owe,
-        tp_group,
-    ):
+    def forward(ctx, input_, weight, bias, allreduce_dgrad, sequence_parallel, owe, tp_group):
         # Saved before gathering: [s/t, b, h], gathered once more in backward.
         ctx.save_for_backward(input_, weight)
         ctx.use_bias = bias is not None
-        ctx.allreduce_dgrad = allreduce_dgrad
-        ctx.sequence_parallel = sequence_parallel
-        ctx.owe = owe
-        ctx.tp_group = tp_group
+        ctx.allreduce_dgrad, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
+        ctx.owe, ctx.tp_group = owe, tp_group
         if sequence_parallel:
-            total_input, _ = _gather_sequence(input_, tp_group, async_op=False)
-        else:
-            total_input = input_
-        return F.linear(total_input, weight, bias)
+            input_ = _gather_along_first_dim(input_, tp_group)
+        return F.linear(input_, weight, bias)
 
     @staticmethod
     @without_graph
@@ -180,7 +149,9 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         # -- Launch the gathering of X, compute dX meanwhile --
         total_input, gathering = input_, None
         if ctx.sequence_parallel and not is_owed:
-            total_input, gathering = _gather_sequence(input_, group, async_op=True)
+            total_input = input_.new_empty((group.size() * input_.size(0), *input_.shape[1:]))
+            own = input_.contiguous()
+            gathering = collectives.all_gather(total_input, own, group, async_op=True)
         grad_input = grad_output.matmul(weight)
         if gathering is not None:
             gathering.wait()
@@ -200,13 +171,6 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
-def _gather_sequence(input_: torch.Tensor, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    """[s/t, b, h] -> [s, b, h], and the handle to wait for if asynchronous."""
-    gathered = input_.new_empty((group.size() * input_.size(0), *input_.shape[1:]))
-    handle = collectives.all_gather(gathered, input_.contiguous(), group, async_op=async_op)
-    return gathered, handle
-
-
 def linear(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -221,53 +185,19 @@ def linear(
     Weight gradients go to `store`; None to compute them in backward.
     """
     if not weight.requires_grad:
-        return linear_with_frozen_weight(
-            input,
-            weight,
-            bias,
-            allreduce_dgrad=allreduce_dgrad,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-        )
+        return frozen_product(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group)
     if not allreduce_dgrad and not sequence_parallel and store is None:
         return F.linear(input, weight, bias)
     group = get_tensor_model_parallel_group_if_none(tp_group)
     owe = None if store is None else partial(store.put, weight)
-    device = input.device.type
-    # Autocast does not reach into a custom function's backward, so the casts are made out here.
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        input, weight = input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    if torch.is_autocast_enabled(input.device.type):
+        input, weight, bias = cast_for_autocast(input, weight, bias)
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
         input, weight, bias, allreduce_dgrad, sequence_parallel, owe, group
     )
 
 
-def _mark_delayed(weight: torch.nn.Parameter, is_delayed: bool) -> None:
-    """Says, as in Megatron, that the hooks of this weight run in `backward_dw`, not in backward."""
-    if is_delayed:
-        weight.skip_backward_post_hook = True
-
-
-def mark_expert_parameters(layer: torch.nn.Module, is_expert: bool) -> None:
-    """Says of an expert's parameters that they are of the kind `expert` (see `core.parameter`).
-
-    Where experts are cut over the same ranks as everything else they are parameters like others. It is
-    a linear layer's last mark: all are noted then.
-    """
-    config = layer.config
-    is_cut_as_others = (
-        config.expert_model_parallel_size == 1
-        and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-    )
-    if is_expert and not is_cut_as_others:
-        for param in layer.parameters(recurse=False):
-            param.allreduce = False
-    note_marks(layer)
-
-
-class ColumnParallelLinear(torch.nn.Module):
+class ColumnParallelLinear(OwingLinear):
     """Y = X W^T + bias with W's rows cut: rank r computes output features [r n/t, (r+1) n/t).
 
     Args:
@@ -312,51 +242,30 @@ class ColumnParallelLinear(torch.nn.Module):
         partition_sizes: Sequence[int] | None = None,
     ):
         super().__init__()
-        self.input_size = input_size
-        self.output_size = output_size
+        self.input_size, self.output_size = input_size, output_size
         self.config = config
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
-        self.embedding_activation_buffer = embedding_activation_buffer
-        self.grad_output_buffer = grad_output_buffer
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group, is_expert)
-        world_size = self.tp_group.size()
-        self.output_size_per_partition = divide(output_size, world_size)
-        has_own_exchange = world_size > 1 and not is_expert
+        self.output_size_per_partition = divide(output_size, self.tp_group.size())
+        has_own_exchange = self.tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and has_own_exchange
         self.allreduce_dgrad = (
             has_own_exchange and not self.sequence_parallel and not disable_grad_reduce
         )
-        self.delay_wgrad_compute = (
-            config.delay_wgrad_compute if delay_wgrad_compute is None else delay_wgrad_compute
-        )
-        self.weight = None
+        size, dtype, group = self.output_size_per_partition, config.params_dtype, self.tp_group
+        self.weight = self.bias = None
         if not skip_weight_param_allocation:
-            shape = (self.output_size_per_partition, input_size)
-            self.weight = new_weight(
-                shape,
-                config.params_dtype,
-                init_method,
-                0,
-                self.tp_group,
-                stride,
-                partition_sizes=partition_sizes,
-            )
-            _mark_delayed(self.weight, self.delay_wgrad_compute)
-        self._sequence_group = self.tp_group if self.sequence_parallel else None
-        self._deferred: WeightGradStore | None = None
-        if config.defer_embedding_wgrad_compute and grad_output_buffer is not None:
-            self._deferred = WeightGradStore(
-                embedding_activation_buffer,
-                grad_output_buffer,
-                self._sequence_group,
-                config.wgrad_deferral_limit,
-                until_drained=True,
-            )
-        self.bias = None
+            shape = (size, input_size)
+            self.weight = new_weight(shape, dtype, init_method, 0, group, stride, partition_sizes)
         if bias:
-            size = self.output_size_per_partition
-            self.bias = _new_bias(size, config.params_dtype, True, stride, partition_sizes)
+            self.bias = _new_bias(size, dtype, True, stride, partition_sizes)
+        self.set_up_owing(
+            delay_wgrad_compute,
+            group if self.sequence_parallel else None,
+            embedding_activation_buffer,
+            grad_output_buffer,
+        )
         mark_expert_parameters(self, is_expert)
 
     def forward(
@@ -371,42 +280,21 @@ class ColumnParallelLinear(torch.nn.Module):
         `gather_output`. Raises ValueError if there is no weight, or one of another shape.
         """
         weight = self.weight if weight is None else weight
-        if weight is None:
-            raise ValueError(
-                "this ColumnParallelLinear was built with skip_weight_param_allocation and has "
-                "no weight; pass weight= to forward"
-            )
         own_shape = (self.output_size_per_partition, self.input_size)
-        if weight.shape != own_shape:
-            raise ValueError(
-                f"weight is {list(weight.shape)}, but this rank's rows of it are {list(own_shape)}; "
-                "pass this rank's slice"
-            )
-        store = self._deferred
-        if store is None and self.delay_wgrad_compute and weight is self.weight:
-            store = store_of(weight, self._sequence_group)
-        output_parallel = linear(
-            input_,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            self.allreduce_dgrad,
-            self.sequence_parallel,
-            store,
-            self.tp_group,
+        if weight is None or weight.shape != own_shape:
+            linear_checks.refuse_weight(weight, own_shape)
+        bias = None if self.skip_bias_add else self.bias
+        store = self.store_for(weight) if self.owes else None
+        output = linear(
+            input_, weight, bias, self.allreduce_dgrad, self.sequence_parallel, store, self.tp_group
         )
-        output = output_parallel
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
-            output = gather_from_tensor_model_parallel_region(output_parallel, group=self.tp_group)
+            output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: the weight gradient of the oldest microbatch that is owed."""
-        if self.delay_wgrad_compute and self.weight is not None:
-            store_of(self.weight, self._sequence_group).backward_dw(self.weight)
 
-
-class RowParallelLinear(torch.nn.Module):
+class RowParallelLinear(OwingLinear):
     """Y = X W^T + bias with W's columns cut: rank r's product is one term of the sum Y.
 
     Args:
@@ -439,8 +327,7 @@ class RowParallelLinear(torch.nn.Module):
         tp_group: Any = None,
     ):
         super().__init__()
-        self.input_size = input_size
-        self.output_size = output_size
+        self.input_size, self.output_size = input_size, output_size
         self.config = config
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
@@ -449,15 +336,10 @@ class RowParallelLinear(torch.nn.Module):
         self.is_expert = is_expert
         has_own_exchange = self.tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and has_own_exchange
-        if self.sequence_parallel and not input_is_parallel:
-            raise ValueError(
-                "a row-parallel layer under sequence_parallel takes features that are cut "
-                "already; set input_is_parallel=True or turn sequence_parallel off"
-            )
+        linear_checks.check_input_is_cut(self.sequence_parallel, input_is_parallel)
         shape = (output_size, self.input_size_per_partition)
         self.weight = new_weight(shape, config.params_dtype, init_method, 1, self.tp_group, stride)
-        self.delay_wgrad_compute = config.delay_wgrad_compute
-        _mark_delayed(self.weight, self.delay_wgrad_compute)
+        self.set_up_owing()
         self.bias = None
         if bias:
             self.bias = _new_bias(output_size, config.params_dtype, cut=False)
@@ -470,19 +352,12 @@ class RowParallelLinear(torch.nn.Module):
         """[s, b, n/t] -> ([s, b, h] or, with sequence parallelism, [s/t, b, h]; bias if not added)."""
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        store = store_of(self.weight) if self.delay_wgrad_compute else None
-        output_parallel = linear(input_, self.weight, None, False, False, store, self.tp_group)
-        if self.is_expert:
-            output = output_parallel
-        elif self.sequence_parallel:
-            output = reduce_scatter_to_sequence_parallel_region(output_parallel, self.tp_group)
-        else:
-            output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)
+        store = self.store_for(self.weight) if self.owes else None
+        output = linear(input_, self.weight, None, False, False, store, self.tp_group)
+        if self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(output, self.tp_group)
+        elif not self.is_expert:
+            output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: the weight gradient of the oldest microbatch that is owed."""
-        if self.delay_wgrad_compute:
-            store_of(self.weight).backward_dw(self.weight)

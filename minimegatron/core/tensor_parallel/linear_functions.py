@@ -1,6 +1,6 @@
-"""A layer's product for who has a weight and no layer.
+"""A layer's product for who has a weight and no layer, and further names of Megatron's `layers`.
 
-Counterpart: the function of this name in `megatron.core.tensor_parallel.layers`.
+Counterpart: the functions of these names in `megatron.core.tensor_parallel.layers`.
 """
 
 from typing import Any
@@ -8,7 +8,26 @@ from typing import Any
 import torch
 
 from minimegatron.core.tensor_parallel import layers
-from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
+from minimegatron.core.tensor_parallel.frozen_weight import linear_with_frozen_weight
+from minimegatron.core.tensor_parallel.sharding import (
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from minimegatron.core.tensor_parallel.weight_grad_store import (
+    WeightGradStore,
+    drain_embedding_wgrad_compute,
+)
+from minimegatron.core.tensor_parallel.whole_parameters import copy_tensor_model_parallel_attributes
+
+__all__ = [
+    "copy_tensor_model_parallel_attributes",
+    "drain_embedding_wgrad_compute",
+    "linear_with_frozen_weight",
+    "linear_with_grad_accumulation_and_async_allreduce",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+]
+"""`layers` offers these."""
 
 
 def linear_with_grad_accumulation_and_async_allreduce(

@@ -31,19 +31,14 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
+from minimegatron.core.tensor_parallel import rng_checks
+from minimegatron.core.tensor_parallel.kept_rng_states import KeptRNGStates
 from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
 from minimegatron.core.utils import get_device, unwrap_model
-from minimegatron.exports import lazily
+from minimegatron.exports import all_of
 
 # Megatron has recompute here.
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "CheckpointFunction": "minimegatron.core.tensor_parallel.recompute:CheckpointFunction",
-        "checkpoint": "minimegatron.core.tensor_parallel.recompute:checkpoint",
-        "keep_rng_states": "minimegatron.core.tensor_parallel.recompute:keep_rng_states",
-    },
-)
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.tensor_parallel.recompute")
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
@@ -79,7 +74,7 @@ def _manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-class CudaRNGStatesTracker:
+class CudaRNGStatesTracker(KeptRNGStates):
     """Named states of the default generator, exchanged for it within `fork`."""
 
     def __init__(self) -> None:
@@ -87,30 +82,13 @@ class CudaRNGStatesTracker:
 
     def reset(self) -> None:
         """Forgets all states."""
-        self.states_: dict[str, torch.Tensor] = {}
+        self.states_ = {}
         self.seeds_: set[int] = set()
         self.current: str | None = None  # the state that a `fork` has put into the generator
 
-    def is_initialized(self) -> bool:
-        """True once a state was added or restored."""
-        return bool(self.states_)
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        """The states by name, in a dict of their own. The tensors are the tracker's; it replaces
-        them, and does not change them.
-        """
-        return dict(self.states_)
-
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Restores what `get_states` returned."""
-        self.states_ = dict(states)
-
     def add(self, name: str, seed: int) -> None:
         """Adds a state seeded by `seed`. Raises ValueError if either is taken."""
-        if seed in self.seeds_:
-            raise ValueError(f"seed {seed} is in use already; streams must differ, give another")
-        if name in self.states_:
-            raise ValueError(f"random state {name!r} exists already; reset() the tracker first")
+        rng_checks.check_is_free(name, seed, self.states_, self.seeds_)
         before = get_rng_state()
         _manual_seed(seed)
         self.seeds_.add(seed)
@@ -128,10 +106,7 @@ class CudaRNGStatesTracker:
             ValueError: no such state.
         """
         if name not in self.states_:
-            raise ValueError(
-                f"random state {name!r} is unknown (known: {sorted(self.states_)}); call "
-                "model_parallel_cuda_manual_seed(seed) before using dropout"
-            )
+            rng_checks.refuse_unknown(name, self.states_)
         outer, before = self.current, get_rng_state()
         if outer is not None:
             self.states_[outer] = before
@@ -173,7 +148,7 @@ def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int | None = None) ->
     tracker.reset()
     if get_device().type == "cuda":
         torch.cuda.manual_seed(seed)
-    tracker.add(_DATA_PARALLEL_RNG_TRACKER_NAME, seed)
+    tracker.add(get_data_parallel_rng_tracker_name(), seed)
     # 2718 apart, so that no rank's seed is another use's seed plus a small number.
     tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tp_rank)
 
@@ -187,12 +162,8 @@ def check_same_dropout(model: Iterable[torch.nn.Module], tp_group: Any) -> None:
     """
     chunks = unwrap_model(list(model))
     configs = [chunk.config for chunk in chunks if hasattr(chunk, "config")]
-    drops = any(
-        hasattr(config, "hidden_dropout")
-        and config.hidden_dropout > 0.0
-        and not config.sequence_parallel
-        for config in configs
-    )
+    configs = [config for config in configs if hasattr(config, "hidden_dropout")]
+    drops = any(config.hidden_dropout > 0.0 and not config.sequence_parallel for config in configs)
     is_group = isinstance(tp_group, dist.ProcessGroup) and tp_group.size() > 1
     if not (drops and is_group) or get_device().type == "cuda":
         return
@@ -202,9 +173,4 @@ def check_same_dropout(model: Iterable[torch.nn.Module], tp_group: Any) -> None:
     bounds = torch.tensor([number, -number])
     all_reduce(bounds, tp_group, ReduceOp.MAX)
     if bounds.sum() != 0:
-        raise ValueError(
-            f"rank {tp_group.rank()} of the {tp_group.size()} in group tp: torch's default generator "
-            "is not at the same place on all of them, so dropout between layers (hidden_dropout) drops "
-            "other activations on each; seed them alike, torch.manual_seed(seed), and draw alike: a "
-            "DataLoader that some ranks alone have needs its own, generator=torch.Generator()"
-        )
+        rng_checks.refuse_other_dropout(tp_group)

@@ -16,17 +16,20 @@ from minimegatron.core.tensor_parallel.random import (
     get_rng_state,
     set_rng_state,
 )
-from minimegatron.core.tensor_parallel.utils import (
+from minimegatron.core.tensor_parallel.tensor_pieces import (
     gather_split_1d_tensor,
-    get_tensor_model_parallel_group_if_none,
     split_tensor_into_1d_equal_chunks,
 )
+from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 from minimegatron.core.tensor_parallel.weight_grad_store import (
     WeightGradStore,
     within_this_backward,
 )
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_device, without_graph
+
+__all__ = ["CheckpointFunction", "checkpoint", "keep_rng_states"]
+"""`core.tensor_parallel.random` offers these."""
 
 # -- Random numbers again --
 

@@ -19,20 +19,11 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.tensor_parallel.sharding_checks import refuse_sections
 from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
-from minimegatron.exports import lazily
+from minimegatron.exports import all_of
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "copy_tensor_model_parallel_attributes": (
-            "minimegatron.core.tensor_parallel.whole_parameters:"
-            "copy_tensor_model_parallel_attributes"
-        ),
-        "gather_parameter": "minimegatron.core.tensor_parallel.whole_parameters:gather_parameter",
-        "unshard_parameter": "minimegatron.core.tensor_parallel.whole_parameters:unshard_parameter",
-    },
-)
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.tensor_parallel.whole_parameters")
 
 
 def set_tensor_model_parallel_attributes(
@@ -75,12 +66,7 @@ def section_sizes(param: torch.Tensor, length: int, tp_size: int = 1) -> list[in
     """
     sizes = getattr(param, "partition_sizes", None) or [1] * param.partition_stride
     if length % (tp_size * sum(sizes)):
-        raise ValueError(
-            f"dimension {param.partition_dim} has {length} elements, which cannot be "
-            f"{len(sizes)} stacked matrices of sizes {':'.join(map(str, sizes))}, each cut over "
-            f"{tp_size} ranks; make it a multiple of {tp_size * sum(sizes)} (partition_sizes are "
-            "those of one rank's pieces)"
-        )
+        refuse_sections(param.partition_dim, length, sizes, tp_size)
     return [length // sum(sizes) * size for size in sizes]
 
 

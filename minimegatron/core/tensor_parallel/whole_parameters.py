@@ -16,6 +16,9 @@ from minimegatron.core.tensor_parallel.sharding import (
     set_tensor_model_parallel_attributes,
 )
 
+__all__ = ["copy_tensor_model_parallel_attributes", "gather_parameter", "unshard_parameter"]
+"""`sharding` offers these."""
+
 
 def unshard_parameter(shards: Sequence[torch.Tensor], param: torch.Tensor) -> torch.Tensor:
     """The full parameter of the `shards` of all ranks, in rank order: `shard_parameter` inverted."""

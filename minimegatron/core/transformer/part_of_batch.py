@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.transformer.zigzag import take_part
+from minimegatron.core.transformer.zigzag import part_of_fields
 
 
 def get_batch_on_this_cp_rank(
@@ -22,14 +22,4 @@ def get_batch_on_this_cp_rank(
     """
     if cp_group is None:
         cp_group = ProcessGroupCollection.use_mpu_process_groups(["cp"]).cp
-    if cp_group.size() == 1:
-        return batch
-    mask = batch.get("attention_mask")
-    if mask is not None and mask.dim() != 4:
-        raise ValueError(f"attention_mask is {list(mask.shape)}; give [b, 1, s, s] or [b, 1, 1, s]")
-    return {
-        name: tensor
-        if tensor is None or (name == "attention_mask" and tensor.size(2) == 1)
-        else take_part(tensor, 2 if name == "attention_mask" else 1, cp_group)
-        for name, tensor in batch.items()
-    }
+    return batch if cp_group.size() == 1 else part_of_fields(batch, cp_group)

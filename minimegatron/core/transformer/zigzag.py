@@ -48,3 +48,18 @@ def take_part(tensor: torch.Tensor, dim: int, cp_group: dist.ProcessGroup) -> to
         return tensor
     length, rank = tensor.size(dim), cp_group.rank()
     return tensor.index_select(dim, positions_of_rank(length, rank, cp_group.size(), tensor.device))
+
+
+def part_of_fields(
+    batch: dict[str, torch.Tensor | None], cp_group: dist.ProcessGroup
+) -> dict[str, torch.Tensor | None]:
+    """`take_part` of every field of a batch; see `get_batch_on_this_cp_rank`, which raises as this."""
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(f"attention_mask is {list(mask.shape)}; give [b, 1, s, s] or [b, 1, 1, s]")
+    return {
+        name: tensor
+        if tensor is None or (name == "attention_mask" and tensor.size(2) == 1)
+        else take_part(tensor, 2 if name == "attention_mask" else 1, cp_group)
+        for name, tensor in batch.items()
+    }

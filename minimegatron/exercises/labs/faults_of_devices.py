@@ -15,7 +15,7 @@ FAULTS_OF_DEVICES = (
     ),
     Fault(
         "sizes-of-the-first-batch",
-        "core/tensor_parallel/data.py",
+        "core/tensor_parallel/sizes_of_first_batch.py",
         "    if group.rank() == 0 and shapes != ",
         "    if group.rank() < 0 and shapes != ",
         "On a GPU, a batch of another size is cut into pieces of the first batch's sizes.",

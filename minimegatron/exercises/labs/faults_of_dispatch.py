@@ -34,7 +34,7 @@ FAULTS_OF_DISPATCH = (
     ),
     Fault(
         "a2a-backward-same-splits",
-        "core/tensor_parallel/mappings.py",
+        "core/tensor_parallel/uneven_rows.py",
         "ctx.splits = group, (input_split_sizes, output_split_sizes)\n",
         "ctx.splits = group, (output_split_sizes, input_split_sizes)\n",
         "The backward sends back as many gradients as tokens were sent, not as many as came. That "

@@ -24,7 +24,7 @@ FAULTS_OF_EXPERT_LAYERS = (
     ),
     Fault(
         "expert-mark-by-ep-only",
-        "core/tensor_parallel/layers.py",
+        "core/parameter_marks.py",
         "        and config.expert_tensor_parallel_size == config.tensor_model_parallel_size\n",
         "",
         "An expert that is cut where dense layers are whole counts as a dense parameter. The loss is "

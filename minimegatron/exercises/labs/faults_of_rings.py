@@ -27,7 +27,7 @@ FAULTS_OF_RINGS = (
     ),
     Fault(
         "labels-split-contiguously",
-        "core/transformer/part_of_batch.py",
+        "core/transformer/zigzag.py",
         "        else take_part(tensor, 2",
         '        else tensor.chunk(cp_group.size(), 1)[cp_group.rank()] if name == "labels"\n'
         "        else take_part(tensor, 2",

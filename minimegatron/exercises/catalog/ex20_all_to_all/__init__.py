@@ -8,7 +8,7 @@ EXERCISE = Exercise(
     tier="stretch",
     minutes=45,
     num_ranks=4,
-    mirrors="minimegatron.core.tensor_parallel.mappings.all_to_all",
+    mirrors="minimegatron.core.tensor_parallel.uneven_rows.all_to_all",
     summary="Send each token to the ranks of its experts, and bring results and gradients back.",
     real=(
         "minimegatron.core.transformer.moe.permutation.permute",

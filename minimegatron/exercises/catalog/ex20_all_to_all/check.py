@@ -34,8 +34,8 @@ from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 
 _PERMUTATION = "minimegatron.core.transformer.moe.permutation."
 REPLACES = (
-    "minimegatron.core.tensor_parallel.mappings._AllToAll",
-    "minimegatron.core.tensor_parallel.mappings.all_to_all",
+    "minimegatron.core.tensor_parallel.uneven_rows._AllToAll",
+    "minimegatron.core.tensor_parallel.uneven_rows.all_to_all",
     *(_PERMUTATION + name for name in ("permute", "unpermute", "sort_chunks_by_idxs")),
 )
 EXCHANGE, ORDER, LAYER = "the exchange", "the order", "a layer"

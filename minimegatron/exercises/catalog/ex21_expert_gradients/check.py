@@ -18,7 +18,7 @@ from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 
 REPLACES = (
     "minimegatron.core.parameter.kind_of",
-    "minimegatron.core.tensor_parallel.layers.mark_expert_parameters",
+    "minimegatron.core.parameter_marks.mark_expert_parameters",
 )
 MARK, GRADIENTS, NORM = "the mark", "the gradients", "the norm"
 LAYOUTS = {

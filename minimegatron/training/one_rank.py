@@ -1,4 +1,4 @@
-"""What the last rank says.
+"""What one rank says: the first, or the last.
 
 Counterpart: `megatron.training.utils`; the names can be imported from `training.utils` too.
 """
@@ -7,6 +7,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minimegatron.training.terminal_lines import fitted
+
+
+def print_rank_0(message: str) -> None:
+    """Prints on rank 0 only, above the progress bar if there is one."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        tqdm.write(fitted(message))
 
 
 def is_last_rank() -> bool:
