@@ -9,11 +9,6 @@ import torch
 
 from minimegatron.core.distributed import step_checks
 from minimegatron.core.distributed.data_parallel_surface import DataParallelSurface
-from minimegatron.core.distributed.step_checks import (  # noqa: F401  others ask here
-    forget_reads_of_scale,
-    refuse_changed_parameters,
-    refuse_unsummed_grads,
-)
 from minimegatron.core.parameter_marks import restore_marks
 
 
