@@ -33,6 +33,7 @@ LAYERS = [
     {
         "core",
         "core.activations",
+        "core.call_attributes",
         "core.enums",
         "core.json_text",
         "core.knobs",
@@ -117,6 +118,7 @@ MEGATRONS_TWICE = ("enums.py", "utils.py")
 
 TORCH_FREE = [
     "minimegatron.core.batch_rampup",
+    "minimegatron.core.call_attributes",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",

@@ -12,13 +12,16 @@ so that cutting the rows evenly gives each rank whole groups.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.recompute import checkpoint
+from minimegatron.core.transformer.attention_checks import check_head_norms
 from minimegatron.core.transformer.context_parallel_groups import options_of_core
+from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
@@ -44,7 +47,7 @@ class SelfAttentionSubmodules:
     k_layernorm: Any = None
 
 
-class SelfAttention(MegatronModule):
+class SelfAttention(DelayedWgrad, MegatronModule):
     """Multi-head self-attention over [s, b, h].
 
     Args:
@@ -69,23 +72,23 @@ class SelfAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
+        check_head_norms(config, submodules)
         self.layer_number = layer_number
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        tp_group = pg_collection.tp
         # The config has checked that t divides both.
-        self.num_query_groups_per_partition = config.num_query_groups // tp_group.size()
+        self.num_query_groups_per_partition = config.num_query_groups // pg_collection.tp.size()
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         width, heads = config.kv_channels, config.num_attention_heads
+        options = {"config": config, "tp_group": pg_collection.tp}
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
             (heads + 2 * config.num_query_groups) * width,
-            config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
             gather_output=False,
-            tp_group=tp_group,
+            **options,
         )
         self.core_attention = build_module(
             submodules.core_attention,
@@ -98,24 +101,17 @@ class SelfAttention(MegatronModule):
             submodules.linear_proj,
             heads * width,
             config.hidden_size,
-            config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
             input_is_parallel=True,
             skip_bias_add=True,
-            tp_group=tp_group,
+            **options,
         )
-        given = (submodules.q_layernorm is not None, submodules.k_layernorm is not None)
-        if given != (config.qk_layernorm, config.qk_layernorm):
-            raise ValueError(
-                f"config.qk_layernorm is {config.qk_layernorm} but the layer's spec has "
-                f"(q, k) norms {given}; pass the same qk_layernorm to get_gpt_layer_local_spec"
-            )
         # Every rank has these weights whole but sees its own heads only, so their gradients are
         # terms of a sum over tensor-parallel ranks, with and without sequence parallelism.
-        options = {"eps": config.layernorm_epsilon, "gradient_is_partial": True}
-        self.q_layernorm = build_module(submodules.q_layernorm, config, width, **options)
-        self.k_layernorm = build_module(submodules.k_layernorm, config, width, **options)
+        norm = {"eps": config.layernorm_epsilon, "gradient_is_partial": True}
+        self.q_layernorm = build_module(submodules.q_layernorm, config, width, **norm)
+        self.k_layernorm = build_module(submodules.k_layernorm, config, width, **norm)
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor
@@ -158,13 +154,7 @@ class SelfAttention(MegatronModule):
         if rotary_pos_emb is not None:
             query = apply_rotary_pos_emb(query, rotary_pos_emb)
             key = apply_rotary_pos_emb(key, rotary_pos_emb)
+        attend = self.core_attention
         if checkpoint_core_attention and self.training:
-            context = checkpoint(self.core_attention, False, query, key, value, attention_mask)
-        else:
-            context = self.core_attention(query, key, value, attention_mask)
-        return self.linear_proj(context)
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
-        self.linear_proj.backward_dw()
-        self.linear_qkv.backward_dw()
+            attend = partial(checkpoint, attend, False)
+        return self.linear_proj(attend(query, key, value, attention_mask))

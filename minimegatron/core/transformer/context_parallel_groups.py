@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.transformer.spec_utils import takes
+from minimegatron.core.transformer.spec_arguments import takes
 
 
 def context_parallel_group(

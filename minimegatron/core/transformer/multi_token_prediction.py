@@ -25,6 +25,7 @@ from minimegatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from minimegatron.core.tensor_parallel.recompute import checkpoint
+from minimegatron.core.transformer.block_recompute import Recompute
 from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
 from minimegatron.core.transformer.layer_placement import (
     get_mtp_ranks,
@@ -36,7 +37,7 @@ from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.mtp_loss import MTPLossAutoScaler, MTPLossLoggingHelper
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
-from minimegatron.core.transformer.transformer_block import Recompute, dropout_rng
+from minimegatron.core.transformer.transformer_block import dropout_rng
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import pipeline_rank
 from minimegatron.core.utils import or_one

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core import call_attributes
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.module import MegatronModule
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module, takes
+from minimegatron.core.transformer.spec_arguments import build_mlp
+from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -64,11 +67,7 @@ def bias_dropout_add(
     return residual + x.to(residual.dtype)
 
 
-def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"layer": arguments["self"].layer_number}
-
-
-class TransformerLayer(MegatronModule):
+class TransformerLayer(DelayedWgrad, MegatronModule):
     """A pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     With cross attention: between the two, x + attention(norm(x), context).
@@ -97,31 +96,20 @@ class TransformerLayer(MegatronModule):
             config, vp_stage, stage_of(pg_collection.pp)
         )
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        norm_options = {
+        norm = {
             "config": config,
             "hidden_size": config.hidden_size,
             "eps": config.layernorm_epsilon,
         }
-        self.input_layernorm = build_module(submodules.input_layernorm, **norm_options)
-        attention_options = {
-            "config": config,
-            "layer_number": self.layer_number,
-            "pg_collection": pg_collection,
-        }
-        self.self_attention = build_module(submodules.self_attention, **attention_options)
-        self.pre_cross_attn_layernorm = build_module(
-            submodules.pre_cross_attn_layernorm, **norm_options
-        )
-        self.cross_attention = build_module(submodules.cross_attention, **attention_options)
-        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_options)
-        # An MLP needs one group. What routes tokens to experts needs more of them, and its number.
-        needs_all = takes(submodules.mlp, "pg_collection")
-        groups = {"pg_collection": pg_collection} if needs_all else {"tp_group": pg_collection.tp}
-        self.mlp = build_module(submodules.mlp, config=config, **groups)
-        if hasattr(self.mlp, "set_layer_number"):
-            self.mlp.set_layer_number(self.layer_number)
+        place = {"layer_number": self.layer_number, "pg_collection": pg_collection}
+        self.input_layernorm = build_module(submodules.input_layernorm, **norm)
+        self.self_attention = build_module(submodules.self_attention, config=config, **place)
+        self.pre_cross_attn_layernorm = build_module(submodules.pre_cross_attn_layernorm, **norm)
+        self.cross_attention = build_module(submodules.cross_attention, config=config, **place)
+        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
+        self.mlp = build_mlp(submodules.mlp, config, **place)
 
-    @traced("layer-forward", _describe)
+    @traced("layer-forward", call_attributes.of_layer_forward)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -171,10 +159,3 @@ class TransformerLayer(MegatronModule):
     def _forward_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
         output = self.mlp(self.pre_mlp_layernorm(hidden_states))
         return bias_dropout_add(output, hidden_states, self.hidden_dropout, self.training)
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
-        self.mlp.backward_dw()
-        if self.cross_attention is not None:
-            self.cross_attention.backward_dw()
-        self.self_attention.backward_dw()

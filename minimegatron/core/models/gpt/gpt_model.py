@@ -212,7 +212,7 @@ class GPTModel(PlannedGPT, LanguageModule):
                 it is not 0.
             checkpoint_activations_microbatch: the schedule's word on recompute for this
                 microbatch, None for the config's. A `forward_step_func` that takes it as third
-                argument passes it on here (see `transformer_block.Recompute.of`).
+                argument passes it on here (see `block_recompute.Recompute.of`).
 
         Returns:
             Last chunk, with labels: the loss of each token, [b, s], float32 (float64 for float64
