@@ -5,6 +5,7 @@ Ours: Megatron hands `pg_collection` on, and its `DotProductAttention` asserts t
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
@@ -52,14 +53,13 @@ def options_of_core(
     return taken
 
 
-def check_part_of_sequence(
-    length: int, num_ranks: int, max_sequence_length: int, whole_length: int | None = None
-) -> None:
-    """Raises ValueError if a rank's `length` tokens cannot be two equal chunks, or are too many.
+def check_part_of_sequence(model: Any, tokens: torch.Tensor) -> None:
+    """Raises ValueError if a rank's tokens [b, s/c] cannot be two equal chunks, or are too many.
 
-    `whole_length` is that of the step's sequences, None where that is not known.
+    The model knows its longest sequence and, if a schedule has told it, how long those of the step are.
     """
-    if num_ranks > 1 and length == whole_length:
+    length, num_ranks = tokens.size(1), model.cp_group.size()
+    if num_ranks > 1 and length == model.whole_length:
         raise ValueError(
             f"each of {num_ranks} context-parallel ranks has {length} tokens of each sequence, and not "
             f"{length // num_ranks}: they are all that the step's seq_length says; give the model "
@@ -70,9 +70,9 @@ def check_part_of_sequence(
             f"a rank's part of a sequence has {length} tokens, which are not two equal chunks; use "
             f"sequences of a multiple of 2 x {num_ranks} = {2 * num_ranks} tokens"
         )
-    if length * num_ranks > max_sequence_length:
+    if length * num_ranks > model.max_sequence_length:
         raise ValueError(
             f"{length} tokens on each of {num_ranks} context-parallel ranks make a sequence of "
-            f"{length * num_ranks}, but max_sequence_length is {max_sequence_length}; give the model "
-            "get_batch_on_this_cp_rank(batch), not the whole batch"
+            f"{length * num_ranks}, but max_sequence_length is {model.max_sequence_length}; give the "
+            "model get_batch_on_this_cp_rank(batch), not the whole batch"
         )

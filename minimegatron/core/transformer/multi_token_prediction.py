@@ -40,6 +40,7 @@ from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_block import dropout_rng
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import pipeline_rank
+from minimegatron.core.transformer.zigzag import places_of
 from minimegatron.core.utils import or_one
 
 __all__ = ["MTPLossAutoScaler", "MTPLossLoggingHelper", "get_mtp_ranks"]
@@ -310,6 +311,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
+        self.cp_group = context_parallel_group(config, pg_collection)
         submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec
         options = {"config": config, "vp_stage": vp_stage, "pg_collection": pg_collection}
         self.layers = torch.nn.ModuleList(
@@ -348,6 +350,8 @@ class MultiTokenPredictionBlock(MegatronModule):
                 "this chunk predicts further tokens, so it embeds tokens, but its input_ids are None; "
                 "give it the batch's tokens and positions too, as pretrain_gpt.keys_of_chunks does"
             )
+        if position_ids is None and embedding.add_position_embedding:
+            position_ids = places_of(input_ids, self.cp_group)
         recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
         found = [hidden_states]
         for layer in self.layers:
@@ -369,11 +373,16 @@ class MultiTokenPredictionBlock(MegatronModule):
             layer.backward_dw()
 
 
-def build_mtp_block(model: torch.nn.Module, spec: Any) -> MultiTokenPredictionBlock:
-    """The layers for further tokens of the chunk `model`, a `GPTModel`.
+def build_mtp_block(model: torch.nn.Module, spec: Any) -> MultiTokenPredictionBlock | None:
+    """The layers for further tokens of the chunk `model`, a `GPTModel`; None without a `spec`.
 
-    Raises ValueError for learned positions where the chunk has no embedding of its own.
+    Raises ValueError for learned positions where the chunk has no embedding of its own, and as
+    `check_mtp_spec`.
     """
+    if model.config.mtp_num_layers is not None:
+        check_mtp_spec(model.config, spec, model.vp_stage, model.pg_collection)
+    if spec is None:
+        return None
     if model.position_embedding_type == "learned_absolute" and not model.pre_process:
         raise ValueError(
             "further tokens are embedded on another stage than the first, which would need a copy "

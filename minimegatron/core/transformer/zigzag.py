@@ -48,3 +48,10 @@ def take_part(tensor: torch.Tensor, dim: int, cp_group: dist.ProcessGroup) -> to
         return tensor
     length, rank = tensor.size(dim), cp_group.rank()
     return tensor.index_select(dim, positions_of_rank(length, rank, cp_group.size(), tensor.device))
+
+
+def places_of(tokens: torch.Tensor, cp_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The positions of this rank's tokens [b, s/c] in their sequences, int64 [1, s/c], from 0 on."""
+    length = tokens.size(1) * (1 if cp_group is None else cp_group.size())
+    places = torch.arange(length, device=tokens.device)[None]
+    return places if cp_group is None else take_part(places, 1, cp_group)

@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 
+from minimegatron.core import call_attributes
+from minimegatron.core.models.common.embeddings.embedding_checks import check_embedded
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
-    check_embedded,
 )
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from minimegatron.core.models.common.language_module.labels import check_labels_have_logits
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
+from minimegatron.core.models.gpt.gpt_model_checks import (
+    check_position_embedding_type,
+    refuse_inputs,
+)
 from minimegatron.core.models.gpt.gpt_schedule_plan import PlannedGPT
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
@@ -30,23 +36,10 @@ from minimegatron.core.transformer.context_parallel_groups import (
     check_part_of_sequence,
     context_parallel_group,
 )
-from minimegatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    build_mtp_block,
-    check_mtp_spec,
-    process_mtp_loss,
-)
-from minimegatron.core.transformer.rope_utils import get_pos_emb_on_this_cp_rank
+from minimegatron.core.transformer.multi_token_prediction import build_mtp_block, process_mtp_loss
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.zigzag import take_part
-
-POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
-
-
-def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    model = arguments["self"]
-    return {"chunk": model.vp_stage or 0, "layers": model.decoder.num_layers_per_pipeline_rank}
+from minimegatron.core.transformer.zigzag import places_of, take_part
 
 
 class GPTModel(PlannedGPT, LanguageModule):
@@ -94,11 +87,7 @@ class GPTModel(PlannedGPT, LanguageModule):
         vp_stage: int | None = None,
     ):
         super().__init__(config, pg_collection)
-        if position_embedding_type not in POSITION_EMBEDDING_TYPES:
-            raise ValueError(
-                f"position_embedding_type {position_embedding_type!r} is unknown; "
-                f"use one of {', '.join(POSITION_EMBEDDING_TYPES)}"
-            )
+        check_position_embedding_type(position_embedding_type)
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.pre_process = pre_process
@@ -109,7 +98,6 @@ class GPTModel(PlannedGPT, LanguageModule):
         self.vp_stage = vp_stage
         self.cp_group = context_parallel_group(config, pg_collection)
         self.mtp_process = mtp_block_spec is not None
-        self.mtp: MultiTokenPredictionBlock | None = None
         self.rotary_pos_emb = None
         if position_embedding_type == "rope":
             dtype = torch.promote_types(config.params_dtype, torch.float32)
@@ -117,32 +105,26 @@ class GPTModel(PlannedGPT, LanguageModule):
                 config.kv_channels, rotary_percent, rotary_base=rotary_base, dtype=dtype
             )
         with weights_drawn_later():
-            self._build(transformer_layer_spec, mtp_block_spec)
+            if pre_process or self.mtp_process:
+                self.embedding = LanguageModelEmbedding(
+                    config,
+                    vocab_size,
+                    max_sequence_length,
+                    position_embedding_type,
+                    tp_group=self.tp_group,
+                )
+            self.decoder = self._build_decoder(
+                transformer_layer_spec,
+                pre_process=pre_process,
+                post_process=post_process,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+            )
+            self.mtp = build_mtp_block(self, mtp_block_spec)
+            if post_process:
+                self._build_output_layer()
         self.setup_embeddings_and_output_layer()
         self.initialize_weights(self.pg_collection)
-
-    def _build(self, transformer_layer_spec: Any, mtp_block_spec: Any) -> None:
-        if self.config.mtp_num_layers is not None:
-            check_mtp_spec(self.config, mtp_block_spec, self.vp_stage, self.pg_collection)
-        if self.pre_process or self.mtp_process:
-            self.embedding = LanguageModelEmbedding(
-                self.config,
-                self.vocab_size,
-                self.max_sequence_length,
-                self.position_embedding_type,
-                tp_group=self.tp_group,
-            )
-        self.decoder = self._build_decoder(
-            transformer_layer_spec,
-            pre_process=self.pre_process,
-            post_process=self.post_process,
-            pg_collection=self.pg_collection,
-            vp_stage=self.vp_stage,
-        )
-        if self.mtp_process:
-            self.mtp = build_mtp_block(self, mtp_block_spec)
-        if self.post_process:
-            self._build_output_layer()
 
     def _build_decoder(self, spec: Any, **options: Any) -> TransformerBlock:
         return TransformerBlock(self.config, spec, **options)
@@ -177,11 +159,11 @@ class GPTModel(PlannedGPT, LanguageModule):
         """What the previous stage sent: [s, b, h], alone or as a list of one; None on the first."""
         if isinstance(input_tensor, list):
             if len(input_tensor) != 1:
-                raise ValueError(f"GPTModel takes 1 input tensor, not {len(input_tensor)}")
+                refuse_inputs(len(input_tensor))
             input_tensor = input_tensor[0]
         self.decoder.set_input_tensor(input_tensor)
 
-    @traced("model-forward", _describe)
+    @traced("model-forward", call_attributes.of_model_forward)
     def forward(
         self,
         input_ids: torch.Tensor | None,
@@ -221,24 +203,15 @@ class GPTModel(PlannedGPT, LanguageModule):
             Without gradients, nothing is computed for further tokens. Megatron computes it in an
             evaluation too, where nobody reads it.
         """
-        position_ids = self._position_ids(input_ids, position_ids)
         decoder_input, rotary_pos_emb = self._preprocess(input_ids, position_ids, decoder_input)
-        hidden_states = self.decoder(
-            decoder_input,
-            attention_mask,
-            rotary_pos_emb=rotary_pos_emb,
-            checkpoint_activations_microbatch=checkpoint_activations_microbatch,
-        )
+        options = {
+            "rotary_pos_emb": rotary_pos_emb,
+            "checkpoint_activations_microbatch": checkpoint_activations_microbatch,
+        }
+        hidden_states = self.decoder(decoder_input, attention_mask, **options)
         if self.mtp is not None and torch.is_grad_enabled():
-            hidden_states = self.mtp(
-                input_ids,
-                position_ids,
-                hidden_states,
-                attention_mask,
-                rotary_pos_emb=rotary_pos_emb,
-                embedding=self.embedding,
-                checkpoint_activations_microbatch=checkpoint_activations_microbatch,
-            )
+            given = (input_ids, position_ids, hidden_states, attention_mask)
+            hidden_states = self.mtp(*given, embedding=self.embedding, **options)
         if not self.post_process:
             return hidden_states
         gather = runtime_gather_output
@@ -255,25 +228,13 @@ class GPTModel(PlannedGPT, LanguageModule):
         """What the decoder needs: its input, on the first chunk; rotary angles, or None."""
         if self.pre_process and decoder_input is None:
             if self.cp_group is not None:
-                length, ranks = input_ids.size(1), self.cp_group.size()
-                lengths = (self.max_sequence_length, self.whole_length)
-                check_part_of_sequence(length, ranks, *lengths)
-            positions = self._position_ids(input_ids, position_ids)
-            decoder_input = self.embedding(input_ids, positions)
+                check_part_of_sequence(self, input_ids)
+            if position_ids is None and self.position_embedding_type == "learned_absolute":
+                position_ids = places_of(input_ids, self.cp_group)
+            decoder_input = self.embedding(input_ids, position_ids)
         elif self.pre_process and input_ids is not None:
             check_embedded(decoder_input, input_ids, self._ranks_of_activations())
         return decoder_input, self._rotary_angles(decoder_input)
-
-    def _position_ids(
-        self, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """`position_ids`; for None, where learned positions need them, those of this rank's tokens."""
-        is_learned = self.position_embedding_type == "learned_absolute"
-        if position_ids is not None or input_ids is None or not is_learned:
-            return position_ids
-        length = input_ids.size(1) * self.config.context_parallel_size
-        places = torch.arange(length, device=input_ids.device)[None]
-        return places if self.cp_group is None else take_part(places, 1, self.cp_group)
 
     def _postprocess(
         self,
@@ -289,16 +250,16 @@ class GPTModel(PlannedGPT, LanguageModule):
         With further tokens it takes [(1+K) s, b, h]. `output_weight` stands for the tied weight, if the
         output layer has one.
         """
-        weight = output_weight
-        if weight is None:
-            weight = self.shared_embedding_or_output_weight()
+        tied_weight = self.shared_embedding_or_output_weight
+        weight = tied_weight() if output_weight is None else output_weight
         if self.config.mtp_num_layers is not None and torch.is_grad_enabled():
             hidden_states = process_mtp_loss(self, hidden_states, labels, loss_mask, weight)
         gather = runtime_gather_output if labels is None else False
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=gather)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
-        self.check_labels(labels, loss_mask)
+        if loss_mask is not None:
+            check_labels_have_logits(labels, loss_mask, self.vocab_size)
         return self.compute_language_model_loss(labels, logits)
 
     def _ranks_of_activations(self) -> int:
@@ -313,9 +274,6 @@ class GPTModel(PlannedGPT, LanguageModule):
         activations = decoder_input if self.pre_process else self.decoder.input_tensor
         if self.rotary_pos_emb is None or activations is None:
             return None
-        length = activations.size(0) * self._ranks_of_activations()
-        length *= self.config.context_parallel_size
-        angles = self.rotary_pos_emb(length, device=activations.device)
-        if self.cp_group is None:
-            return angles
-        return get_pos_emb_on_this_cp_rank(angles, 0, self.cp_group)
+        ranks = self._ranks_of_activations() * self.config.context_parallel_size
+        angles = self.rotary_pos_emb(activations.size(0) * ranks, device=activations.device)
+        return angles if self.cp_group is None else take_part(angles, 0, self.cp_group)

@@ -5,7 +5,6 @@ Counterpart: `megatron.core.models.common.language_module.language_module`.
 
 import torch
 
-from minimegatron.core.models.common.language_module.labels import label_without_logit
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
@@ -54,13 +53,6 @@ class LanguageModule(MegatronModule):
         labels = labels.transpose(0, 1).contiguous()
         loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())
-
-    def check_labels(self, labels: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
-        """Raises ValueError for a label that counts and has no logit; see `label_without_logit`."""
-        if loss_mask is not None and self.vocab_size is not None:
-            problem = label_without_logit(labels, loss_mask, self.vocab_size)
-            if problem is not None:
-                raise ValueError(problem)
 
     def global_name(self, name: str) -> str:
         """The last stage's copy of a tied embedding has the embedding's name."""
