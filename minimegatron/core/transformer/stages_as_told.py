@@ -4,14 +4,41 @@ Arithmetic only, torch-free. `layer_placement` asks here. Megatron has this in
 `transformer_block.get_num_layers_to_build`.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from minimegatron.core import knobs
 from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.orders.placement import Placement
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
+
+knob = partial(knobs.knob, section="parallel")
+
+
+@dataclass
+class StagesConfig:
+    """Which stage has which layers, where it is not the same number for all."""
+
+    num_layers_in_first_pipeline_stage: int | None = knob(
+        dest="decoder_first_pipeline_num_layers", minimum=1
+    )
+    """Layers on the first stage, where it should hold another number than the rest."""
+    num_layers_in_last_pipeline_stage: int | None = knob(
+        dest="decoder_last_pipeline_num_layers", minimum=1
+    )
+    """Layers on the last stage, likewise."""
+    account_for_embedding_in_pipeline_split: bool = knob(False)
+    """Count the embedding as a layer when layers are divided over stages."""
+    account_for_loss_in_pipeline_split: bool = knob(False)
+    """Count the loss as a layer when layers are divided over stages."""
+    pipeline_model_parallel_layout: str | list | None = knob()
+    """Which stage holds which layer, such as "Et*3|(tt|)*29,m|L".
+
+    Overrides the even division."""
 
 
 def decoder_layers_of_layout(layout: PipelineParallelLayerLayout, config: Any) -> list[int]:
