@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.recompute import checkpoint
@@ -113,9 +113,7 @@ class SelfAttention(DelayedWgrad, MegatronModule):
         self.q_layernorm = build_module(submodules.q_layernorm, config, width, **norm)
         self.k_layernorm = build_module(submodules.k_layernorm, config, width, **norm)
 
-    def get_query_key_value_tensors(
-        self, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def get_query_key_value_tensors(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, h] -> q [s, b, a/t, d], k and v [s, b, g/t, d]."""
         mixed, _ = self.linear_qkv(hidden_states)
         s, b = mixed.shape[:2]
@@ -130,12 +128,12 @@ class SelfAttention(DelayedWgrad, MegatronModule):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
         *,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
         checkpoint_core_attention: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attends over the whole sequence.
 
         Args:

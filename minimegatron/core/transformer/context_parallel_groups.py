@@ -3,12 +3,19 @@
 Ours: Megatron hands `pg_collection` on, and its `DotProductAttention` asserts that nobody shares.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.transformer.context_parallel import attend_over_ranks
+from minimegatron.core.transformer.context_parallel_config import (
+    check_comm_type,
+    comm_type_of_layer,
+)
 from minimegatron.core.transformer.spec_arguments import takes
 
 
@@ -32,6 +39,24 @@ def context_parallel_group(
             "TransformerConfig and to initialize_model_parallel"
         )
     return None if size == 1 else groups.cp
+
+
+def way_to_attend(
+    attend_here: Callable[..., torch.Tensor],
+    core: Any,
+    cp_comm_type: str | None,
+    groups: ProcessGroupCollection | None,
+) -> tuple[str, dist.ProcessGroup | None, Callable[..., torch.Tensor]]:
+    """For `DotProductAttention`, `core`: how ranks attend that share a sequence, who they are, and the
+    function that attends; without such ranks it is `attend_here`.
+
+    Raises:
+        ValueError: the way is unknown or does not fit the heads, or as `context_parallel_group`.
+    """
+    way = cp_comm_type or comm_type_of_layer(core.config, core.layer_number)
+    check_comm_type(core.config, way)
+    group = context_parallel_group(core.config, groups)
+    return way, group, attend_here if group is None else partial(attend_over_ranks, attend_here)
 
 
 def options_of_core(

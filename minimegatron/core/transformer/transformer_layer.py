@@ -7,8 +7,8 @@ Counterpart: `megatron.core.transformer.transformer_layer`; `bias_dropout_add` i
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minimegatron.core import call_attributes
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
@@ -53,11 +53,8 @@ def get_transformer_layer_offset(
 
 
 def bias_dropout_add(
-    x_with_bias: tuple[torch.Tensor, torch.Tensor | None],
-    residual: torch.Tensor,
-    dropout: float,
-    training: bool,
-) -> torch.Tensor:
+    x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float, training: bool
+) -> Tensor:
     """residual + dropout(x + bias), in the residual's dtype; always a new tensor."""
     x, bias = x_with_bias
     if bias is not None:
@@ -112,14 +109,14 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
     @traced("layer-forward", call_attributes.of_layer_forward)
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        context: torch.Tensor | None = None,
-        context_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         *,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
         checkpoint_core_attention: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(hidden states, context) -> both, the second as it came.
 
         Hidden states are [s, b, h]; [s/t, b, h] with sequence parallelism. Under
@@ -143,11 +140,11 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
 
     def _forward_attention(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None,
         checkpoint_core_attention: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         attended = self.self_attention(
             self.input_layernorm(hidden_states),
             attention_mask,
@@ -156,6 +153,6 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
         )
         return bias_dropout_add(attended, hidden_states, self.hidden_dropout, self.training)
 
-    def _forward_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _forward_mlp(self, hidden_states: Tensor) -> Tensor:
         output = self.mlp(self.pre_mlp_layernorm(hidden_states))
         return bias_dropout_add(output, hidden_states, self.hidden_dropout, self.training)

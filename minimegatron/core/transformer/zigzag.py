@@ -50,6 +50,17 @@ def take_part(tensor: torch.Tensor, dim: int, cp_group: dist.ProcessGroup) -> to
     return tensor.index_select(dim, positions_of_rank(length, rank, cp_group.size(), tensor.device))
 
 
+def get_pos_emb_on_this_cp_rank(
+    pos_emb: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The angles of this rank's tokens, from those of the whole sequence along dimension `seq_dim`.
+
+    A group of one rank has all. Raises ValueError if the sequence does not divide into 2c chunks.
+    Source: `megatron.core.models.common.embeddings.rope_utils.get_pos_emb_on_this_cp_rank`.
+    """
+    return take_part(pos_emb, seq_dim, cp_group)
+
+
 def places_of(tokens: torch.Tensor, cp_group: dist.ProcessGroup | None) -> torch.Tensor:
     """The positions of this rank's tokens [b, s/c] in their sequences, int64 [1, s/c], from 0 on."""
     length = tokens.size(1) * (1 if cp_group is None else cp_group.size())

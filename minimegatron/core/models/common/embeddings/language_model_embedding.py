@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minimegatron.core.models.common.embeddings.embedding_checks import (
     check_length,
@@ -75,11 +76,8 @@ class LanguageModelEmbedding(MegatronModule):
         return table
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        tokentype_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
+    ) -> Tensor:
         """Ids, positions, types [b, s] -> [s, b, h], or [s/t, b, h] with sequence parallelism.
 
         `position_ids` is read for learned positions only; [1, s] are those of each sequence. Raises

@@ -4,7 +4,12 @@ Counterpart: `megatron.core.models.common.language_module.language_module`.
 """
 
 import torch
+from torch import Tensor
 
+from minimegatron.core.models.common.language_module.language_module_checks import (
+    check_hidden_size,
+    refuse_logits,
+)
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
@@ -23,8 +28,7 @@ class LanguageModule(MegatronModule):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ):
         super().__init__(config)
-        if config.hidden_size == 0:
-            raise ValueError("a model needs the configuration's hidden_size, which is 0; set it")
+        check_hidden_size(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
@@ -35,9 +39,7 @@ class LanguageModule(MegatronModule):
         self.whole_length: int | None = None  # of a step's sequences; a schedule tells it
         self.share_embeddings_and_output_weights = False
 
-    def compute_language_model_loss(
-        self, labels: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """The loss of each token: labels [b, s], logits [s, b, v/t] -> [b, s].
 
         float32; float64 for float64 logits. The same on every tensor-parallel rank. Raises ValueError
@@ -46,10 +48,7 @@ class LanguageModule(MegatronModule):
         """
         ranks = self.tp_group.size()
         if self.vocab_size is not None and logits.size(-1) * ranks != self.vocab_size:
-            raise ValueError(
-                f"logits have {logits.size(-1)} columns, but of a vocabulary of {self.vocab_size} each "
-                f"of {ranks} ranks scores {self.vocab_size // ranks}; give this rank's slice"
-            )
+            refuse_logits(logits, self.vocab_size, ranks)
         labels = labels.transpose(0, 1).contiguous()
         loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())
@@ -69,9 +68,8 @@ class LanguageModule(MegatronModule):
         """
         if self.post_process and self.output_layer.weight is not None:
             self.output_layer.weight.is_embedding_or_output_parameter = True
-        is_in_several = (
-            self.share_embeddings_and_output_weights or self.config.mtp_num_layers is not None
-        )
+        is_embedded_twice = self.config.mtp_num_layers is not None
+        is_in_several = self.share_embeddings_and_output_weights or is_embedded_twice
         weight = self.word_embedding_weight()
         if weight is not None and is_in_several and not (self.pre_process and self.post_process):
             weight.shared_embedding = True
