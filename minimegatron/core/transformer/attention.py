@@ -11,9 +11,7 @@ one projection weight are laid out by group,
 so that cutting the rows evenly gives each rank whole groups.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -25,26 +23,13 @@ from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.spec_utils import build_module
+from minimegatron.core.transformer.submodules import SelfAttentionSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.exports import lazily
+from minimegatron.exports import all_of
 
-# Megatron has them here too.
-_CROSS = "minimegatron.core.transformer.cross_attention:CrossAttention"
-__getattr__, __dir__ = lazily(
-    __name__, {"CrossAttention": _CROSS, "CrossAttentionSubmodules": f"{_CROSS}Submodules"}
-)
-
-
-@dataclass
-class SelfAttentionSubmodules:
-    """The specs of self-attention's parts; the two norms only with `config.qk_layernorm`."""
-
-    linear_qkv: ModuleSpec | type | None = None
-    core_attention: ModuleSpec | type | None = None
-    linear_proj: ModuleSpec | type | None = None
-    q_layernorm: Any = None
-    k_layernorm: Any = None
+# Megatron has cross attention here too.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.cross_attention")
 
 
 class SelfAttention(DelayedWgrad, MegatronModule):
@@ -74,8 +59,7 @@ class SelfAttention(DelayedWgrad, MegatronModule):
         super().__init__(config)
         check_head_norms(config, submodules)
         self.layer_number = layer_number
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         # The config has checked that t divides both.
         self.num_query_groups_per_partition = config.num_query_groups // pg_collection.tp.size()
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
@@ -87,7 +71,6 @@ class SelfAttention(DelayedWgrad, MegatronModule):
             (heads + 2 * config.num_query_groups) * width,
             init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
-            gather_output=False,
             **options,
         )
         self.core_attention = build_module(

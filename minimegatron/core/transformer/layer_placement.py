@@ -14,17 +14,10 @@ from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.transformer.layer_placement_checks import check_chunk, check_division
 from minimegatron.core.transformer.mtp_placement import get_mtp_ranks
 from minimegatron.core.transformer.stages_as_told import are_told, layers_as_told
-from minimegatron.exports import lazily
+from minimegatron.exports import all_of
 
-# Under the names that they had here, and that Megatron has in these two files.
-_FOLDER = "minimegatron.core.transformer"
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "get_num_layers_to_build": f"{_FOLDER}.transformer_block:get_num_layers_to_build",
-        "get_transformer_layer_offset": f"{_FOLDER}.transformer_layer:get_transformer_layer_offset",
-    },
-)
+# Under the names that they had here, and that Megatron has in other files.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.layers_of_rank")
 
 
 def layers_of_virtual_stages(config: Any) -> list[int]:

@@ -7,7 +7,6 @@ Counterpart: `megatron.core.transformer.mlp`.
 The activation is element-wise, so nothing is exchanged between the two.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +14,9 @@ import torch
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.scaled_tokens import scaled_output
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.spec_utils import build_module
+from minimegatron.core.transformer.submodules import MLPSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-
-
-@dataclass
-class MLPSubmodules:
-    """The specs of the MLP's two projections."""
-
-    linear_fc1: ModuleSpec | type | None = None
-    linear_fc2: ModuleSpec | type | None = None
 
 
 class MLP(DelayedWgrad, MegatronModule):
@@ -60,7 +52,6 @@ class MLP(DelayedWgrad, MegatronModule):
             stacked * ffn_hidden_size,
             config=config,
             init_method=config.init_method,
-            gather_output=False,
             stride=stacked,
             **options,
         )

@@ -31,6 +31,7 @@ from minimegatron.core.transformer.layer_placement import (
     num_layers_before_chunk,
     virtual_stage_of,
 )
+from minimegatron.core.transformer.layers_of_rank import pipeline_rank
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.mtp_loss import MTPLossAutoScaler, MTPLossLoggingHelper
 from minimegatron.core.transformer.mtp_placement import get_mtp_ranks, mtp_layers_of_virtual_stages
@@ -38,7 +39,6 @@ from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_block import dropout_rng
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.transformer_layer import pipeline_rank
 from minimegatron.core.transformer.zigzag import places_of
 from minimegatron.core.utils import or_one
 

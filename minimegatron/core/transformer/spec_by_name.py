@@ -6,6 +6,8 @@ Counterpart: `megatron.core.transformer.spec_utils`.
 import importlib
 from typing import Any
 
+__all__ = ["import_module"]
+
 
 def import_module(module_path: tuple[str, str]) -> Any:
     """The name `module_path[1]` of the module `module_path[0]`; raises ImportError without either.

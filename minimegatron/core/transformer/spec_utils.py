@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimegatron.exports import lazily
+from minimegatron.exports import all_of
 
-# Megatron has it here.
-_OTHER = "minimegatron.core.transformer.spec_by_name:import_module"
-__getattr__, __dir__ = lazily(__name__, {"import_module": _OTHER})
+# Megatron has `import_module` here.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.spec_by_name")
 
 
 @dataclass

@@ -4,62 +4,25 @@ Counterpart: `megatron.core.transformer.transformer_block`.
 """
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from minimegatron.core.process_groups_config import (
-    ProcessGroupCollection,
-    num_stages_of,
-    stage_of,
-)
+from minimegatron.core.process_groups_config import ProcessGroupCollection, num_stages_of, stage_of
 from minimegatron.core.schedule_of_config import other_num_stages
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from minimegatron.core.transformer.block_recompute import recomputed_forward
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
-from minimegatron.core.transformer.layer_placement import (
-    num_layers_before_chunk,
-    num_layers_of_chunk,
+from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
+from minimegatron.core.transformer.layers_of_rank import (
+    get_block_submodules,
+    get_num_layers_to_build,  # noqa: F401  Megatron has it here
 )
 from minimegatron.core.transformer.module import MegatronModule, PartOfModuleList
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
-from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
+from minimegatron.core.transformer.spec_utils import build_module
+from minimegatron.core.transformer.submodules import TransformerBlockSubmodules  # noqa: F401
 from minimegatron.core.transformer.transformer_block_checks import refuse_no_input
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.transformer_layer import pipeline_rank
-
-
-@dataclass
-class TransformerBlockSubmodules:
-    """The specs of one chunk's layers and of the final norm."""
-
-    layer_specs: list[ModuleSpec]
-    """One per layer of the chunk."""
-    layer_norm: Any = WrappedTorchNorm
-    """The norm after the model's last layer."""
-
-
-def get_num_layers_to_build(
-    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
-    """Layers that chunk `vp_stage` of pipeline rank `pp_rank` builds; may be 0.
-
-    `pp_rank` None means this rank's, by `parallel_state`; with one stage it needs no process groups.
-    Raises ValueError for layers that cannot be divided so.
-    Source: `megatron.core.transformer.transformer_block.get_num_layers_to_build`.
-    """
-    return num_layers_of_chunk(config, vp_stage, pipeline_rank(config, pp_rank))
-
-
-def get_block_submodules(
-    config: TransformerConfig, spec: Any, vp_stage: int | None, pp_rank: int | None
-) -> TransformerBlockSubmodules:
-    """What `spec` means for one chunk: the layers themselves, or one layer's spec for all."""
-    if isinstance(spec, TransformerBlockSubmodules):
-        return spec
-    number = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[spec] * number)
 
 
 def dropout_rng(config: TransformerConfig, is_training: bool) -> Any:
@@ -96,8 +59,7 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
         vp_stage: int | None = None,
     ):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         stage, num_stages = stage_of(pg_collection.pp), num_stages_of(pg_collection.pp)
         if config.pipeline_model_parallel_size != num_stages:
             raise other_num_stages(config, num_stages)

@@ -14,13 +14,10 @@ import torch.nn.functional as F
 
 from minimegatron.core import knobs, schedule_of_config  # noqa: F401  the second enters its check
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.transformer import transformer_config_checks
 from minimegatron.core.transformer.enums import AttnBackend  # noqa: F401  in a field that is left out
 from minimegatron.core.transformer.late_fields import LateFields, note_made
 from minimegatron.core.transformer.second_subjects import SecondSubjects
-from minimegatron.core.transformer.transformer_config_checks import (
-    check_sizes,
-    check_width_of_heads,
-)
 
 
 def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -105,13 +102,13 @@ class TransformerConfig(LateFields, SecondSubjects, ModelParallelConfig):
         """Fills defaults; raises ValueError with the numbers and the remedy for what cannot be."""
         super().__post_init__()
         if self.kv_channels is None:
-            check_width_of_heads(self)
+            transformer_config_checks.check_width_of_heads(self)
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
         if self.num_query_groups is None:
             self.num_query_groups = self.num_attention_heads
-        check_sizes(self)
+        transformer_config_checks.check_sizes(self)
         self.check_subjects()
         if self.init_method is None:
             self.init_method = init_method_normal(self.init_method_std)

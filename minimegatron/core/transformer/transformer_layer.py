@@ -4,9 +4,6 @@ Counterpart: `megatron.core.transformer.transformer_layer`; `bias_dropout_add` i
 `megatron.core.fusions.fused_bias_dropout`.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,41 +12,12 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection, stag
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
+from minimegatron.core.transformer.layers_of_rank import get_transformer_layer_offset  # noqa: F401
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.spec_arguments import build_mlp
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.spec_utils import build_module
+from minimegatron.core.transformer.submodules import TransformerLayerSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-
-
-@dataclass
-class TransformerLayerSubmodules:
-    """The specs of a layer's parts and the norm before each; most layers have no cross attention."""
-
-    input_layernorm: Any = None
-    self_attention: ModuleSpec | type | None = None
-    pre_cross_attn_layernorm: Any = None
-    cross_attention: ModuleSpec | type | None = None
-    pre_mlp_layernorm: Any = None
-    mlp: ModuleSpec | type | None = None
-
-
-def pipeline_rank(config: TransformerConfig, pp_rank: int | None) -> int:
-    """`pp_rank`; for None what `parallel_state` says, or 0 if there is one stage."""
-    if pp_rank is not None or config.pipeline_model_parallel_size == 1:
-        return pp_rank or 0
-    return stage_of()
-
-
-def get_transformer_layer_offset(
-    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
-    """Layers that come before the first of chunk `vp_stage` of pipeline rank `pp_rank`.
-
-    `pp_rank` None means this rank's, by `parallel_state`; with one stage it needs no process groups.
-    Raises ValueError for layers that cannot be divided over the chunks.
-    Source: `megatron.core.transformer.transformer_layer.get_transformer_layer_offset`.
-    """
-    return num_layers_before_chunk(config, vp_stage, pipeline_rank(config, pp_rank))
 
 
 def bias_dropout_add(
@@ -87,8 +55,7 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
         vp_stage: int | None = None,
     ):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.layer_number = layer_number + num_layers_before_chunk(
             config, vp_stage, stage_of(pg_collection.pp)
         )

@@ -13,6 +13,8 @@ from minimegatron.core.transformer.spec_utils import ModuleSpec
 from minimegatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
+__all__ = ["get_gpt_mtp_block_spec"]
+
 
 def get_gpt_mtp_block_spec(
     config: TransformerConfig,

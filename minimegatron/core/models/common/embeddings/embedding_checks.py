@@ -24,6 +24,11 @@ def check_of_tokens(
         )
 
 
+def check_positions(position_ids: torch.Tensor | None, tokens: torch.Tensor) -> None:
+    """`check_of_tokens` for positions, [b, s]; [1, s] are those of each sequence."""
+    check_of_tokens("position_ids", position_ids, tokens, may_be_shared=True)
+
+
 def check_embedded(states: torch.Tensor, tokens: torch.Tensor, ranks: int) -> None:
     """Raises ValueError unless `states` are [s/ranks, b, h] for tokens [b, s]."""
     b, s = tokens.shape

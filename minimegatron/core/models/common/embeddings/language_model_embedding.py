@@ -9,11 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimegatron.core.models.common.embeddings.embedding_checks import (
-    check_length,
-    check_of_tokens,
-    without_row,
-)
+from minimegatron.core.models.common.embeddings import embedding_checks
 from minimegatron.core.models.common.embeddings.token_types import embedded_token_types
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -88,10 +84,10 @@ class LanguageModelEmbedding(MegatronModule):
         length, shape = input_ids.size(1), input_ids.shape
         is_too_long = self.add_position_embedding and length > self.max_sequence_length
         if is_too_long or length % self.num_parts:
-            check_length(self, length)
+            embedding_checks.check_length(self, length)
         fits = position_ids is not None and position_ids.shape in (shape, (1, length), shape[1:])
         if self.add_position_embedding and not fits:
-            check_of_tokens("position_ids", position_ids, input_ids, may_be_shared=True)
+            embedding_checks.check_positions(position_ids, input_ids)
         try:
             embeddings = self.word_embeddings(input_ids)
             if self.add_position_embedding:
@@ -100,7 +96,8 @@ class LanguageModelEmbedding(MegatronModule):
                 types = embedded_token_types(self.tokentype_embeddings, tokentype_ids, input_ids)
                 embeddings = embeddings + types
         except IndexError as error:
-            raise without_row(self, error, input_ids, position_ids, tokentype_ids) from None
+            numbers = (input_ids, position_ids, tokentype_ids)
+            raise embedding_checks.without_row(self, error, *numbers) from None
         if not self.reduce_scatter_embeddings:
             # [b, s, h] -> [s, b, h]
             embeddings = embeddings.transpose(0, 1).contiguous()

@@ -8,10 +8,8 @@ import functools
 import torch
 
 from minimegatron.core.transformer.rope_checks import check_turned_width
-from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
+from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb  # noqa: F401  as in Megatron
 from minimegatron.core.utils import get_device
-
-__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
 
 
 class RotaryEmbedding(torch.nn.Module):

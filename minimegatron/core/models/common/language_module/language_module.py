@@ -6,10 +6,7 @@ Counterpart: `megatron.core.models.common.language_module.language_module`.
 import torch
 from torch import Tensor
 
-from minimegatron.core.models.common.language_module.language_module_checks import (
-    check_hidden_size,
-    refuse_logits,
-)
+from minimegatron.core.models.common.language_module import language_module_checks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
@@ -28,9 +25,8 @@ class LanguageModule(MegatronModule):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ):
         super().__init__(config)
-        check_hidden_size(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        language_module_checks.check_hidden_size(config)
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.pre_process = self.post_process = True
@@ -48,7 +44,7 @@ class LanguageModule(MegatronModule):
         """
         ranks = self.tp_group.size()
         if self.vocab_size is not None and logits.size(-1) * ranks != self.vocab_size:
-            refuse_logits(logits, self.vocab_size, ranks)
+            language_module_checks.refuse_logits(logits, self.vocab_size, ranks)
         labels = labels.transpose(0, 1).contiguous()
         loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())
