@@ -42,6 +42,7 @@ LAYERS = [
     {
         "core",
         "core.activations",
+        "core.call_attributes",
         "core.enums",
         "core.json_text",
         "core.knobs",

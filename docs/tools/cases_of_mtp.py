@@ -14,10 +14,10 @@ from case_words import table
 
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.layer_placement import (
-    get_mtp_ranks,
     ranks_with_word_embedding,
 )
 from minimegatron.core.transformer.mtp_loss import scale_mtp_as_mean, scale_mtp_as_sum
+from minimegatron.core.transformer.mtp_placement import get_mtp_ranks
 from minimegatron.core.transformer.multi_token_prediction import process_mtp_loss, roll_tensor
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,

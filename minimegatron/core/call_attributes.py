@@ -69,3 +69,14 @@ def of_bucket_launch(arguments: dict[str, Any]) -> dict[str, Any]:
         "bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in group.buckets),
         "num_params": len(group.params),
     }
+
+
+def of_model_forward(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The chunk and the number of its layers."""
+    model = arguments["self"]
+    return {"chunk": model.vp_stage or 0, "layers": model.decoder.num_layers_per_pipeline_rank}
+
+
+def of_layer_forward(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The layer's number in the whole model."""
+    return {"layer": arguments["self"].layer_number}

@@ -14,7 +14,7 @@ from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
 from minimegatron.core.distributed.frozen_alike import number_of, ranks_of
 from minimegatron.core.parameter import KINDS, kind_of
-from minimegatron.core.transformer.module import named_saved_buffers
+from minimegatron.core.transformer.module_state import named_saved_buffers
 from minimegatron.core.utils import get_device, unwrap_model
 from minimegatron.core.words import first_few
 

@@ -4,22 +4,17 @@ Counterpart: `megatron.core.ssm.mlp_layer`; there attention only is a `Transform
 parts do nothing.
 """
 
-from typing import Any
-
 import torch
 
+from minimegatron.core import call_attributes
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.transformer_layer import TransformerLayer
-
-
-def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"layer": arguments["self"].layer_number}
 
 
 class MLPLayer(TransformerLayer):
     """x + mlp(norm(x)), with the submodules `pre_mlp_layernorm` and `mlp` alone."""
 
-    @traced("layer-forward", _describe)
+    @traced("layer-forward", call_attributes.of_layer_forward)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -33,15 +28,11 @@ class MLPLayer(TransformerLayer):
         """As a whole layer's."""
         return self._forward_mlp(hidden_states), context
 
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
-        self.mlp.backward_dw()
-
 
 class AttentionLayer(TransformerLayer):
     """x + attention(norm(x)), with the submodules `input_layernorm` and `self_attention` alone."""
 
-    @traced("layer-forward", _describe)
+    @traced("layer-forward", call_attributes.of_layer_forward)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -57,7 +48,3 @@ class AttentionLayer(TransformerLayer):
             hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
         )
         return hidden_states, context
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
-        self.self_attention.backward_dw()

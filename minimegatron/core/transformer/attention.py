@@ -11,40 +11,28 @@ one projection weight are laid out by group,
 so that cutting the rows evenly gives each rank whole groups.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-import torch
+from torch import Tensor
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.recompute import checkpoint
+from minimegatron.core.transformer.attention_checks import check_head_norms
 from minimegatron.core.transformer.context_parallel_groups import options_of_core
+from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.spec_utils import build_module
+from minimegatron.core.transformer.submodules import SelfAttentionSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.exports import lazily
+from minimegatron.exports import all_of
 
-# Megatron has them here too.
-_CROSS = "minimegatron.core.transformer.cross_attention:CrossAttention"
-__getattr__, __dir__ = lazily(
-    __name__, {"CrossAttention": _CROSS, "CrossAttentionSubmodules": f"{_CROSS}Submodules"}
-)
+# Megatron has cross attention here too.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.cross_attention")
 
 
-@dataclass
-class SelfAttentionSubmodules:
-    """The specs of self-attention's parts; the two norms only with `config.qk_layernorm`."""
-
-    linear_qkv: ModuleSpec | type | None = None
-    core_attention: ModuleSpec | type | None = None
-    linear_proj: ModuleSpec | type | None = None
-    q_layernorm: Any = None
-    k_layernorm: Any = None
-
-
-class SelfAttention(MegatronModule):
+class SelfAttention(DelayedWgrad, MegatronModule):
     """Multi-head self-attention over [s, b, h].
 
     Args:
@@ -69,23 +57,21 @@ class SelfAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
+        check_head_norms(config, submodules)
         self.layer_number = layer_number
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        tp_group = pg_collection.tp
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         # The config has checked that t divides both.
-        self.num_query_groups_per_partition = config.num_query_groups // tp_group.size()
+        self.num_query_groups_per_partition = config.num_query_groups // pg_collection.tp.size()
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         width, heads = config.kv_channels, config.num_attention_heads
+        options = {"config": config, "tp_group": pg_collection.tp}
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
             (heads + 2 * config.num_query_groups) * width,
-            config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
-            gather_output=False,
-            tp_group=tp_group,
+            **options,
         )
         self.core_attention = build_module(
             submodules.core_attention,
@@ -98,28 +84,19 @@ class SelfAttention(MegatronModule):
             submodules.linear_proj,
             heads * width,
             config.hidden_size,
-            config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
             input_is_parallel=True,
             skip_bias_add=True,
-            tp_group=tp_group,
+            **options,
         )
-        given = (submodules.q_layernorm is not None, submodules.k_layernorm is not None)
-        if given != (config.qk_layernorm, config.qk_layernorm):
-            raise ValueError(
-                f"config.qk_layernorm is {config.qk_layernorm} but the layer's spec has "
-                f"(q, k) norms {given}; pass the same qk_layernorm to get_gpt_layer_local_spec"
-            )
         # Every rank has these weights whole but sees its own heads only, so their gradients are
         # terms of a sum over tensor-parallel ranks, with and without sequence parallelism.
-        options = {"eps": config.layernorm_epsilon, "gradient_is_partial": True}
-        self.q_layernorm = build_module(submodules.q_layernorm, config, width, **options)
-        self.k_layernorm = build_module(submodules.k_layernorm, config, width, **options)
+        norm = {"eps": config.layernorm_epsilon, "gradient_is_partial": True}
+        self.q_layernorm = build_module(submodules.q_layernorm, config, width, **norm)
+        self.k_layernorm = build_module(submodules.k_layernorm, config, width, **norm)
 
-    def get_query_key_value_tensors(
-        self, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def get_query_key_value_tensors(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, h] -> q [s, b, a/t, d], k and v [s, b, g/t, d]."""
         mixed, _ = self.linear_qkv(hidden_states)
         s, b = mixed.shape[:2]
@@ -134,12 +111,12 @@ class SelfAttention(MegatronModule):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
         *,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
         checkpoint_core_attention: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attends over the whole sequence.
 
         Args:
@@ -158,13 +135,7 @@ class SelfAttention(MegatronModule):
         if rotary_pos_emb is not None:
             query = apply_rotary_pos_emb(query, rotary_pos_emb)
             key = apply_rotary_pos_emb(key, rotary_pos_emb)
+        attend = self.core_attention
         if checkpoint_core_attention and self.training:
-            context = checkpoint(self.core_attention, False, query, key, value, attention_mask)
-        else:
-            context = self.core_attention(query, key, value, attention_mask)
-        return self.linear_proj(context)
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
-        self.linear_proj.backward_dw()
-        self.linear_qkv.backward_dw()
+            attend = partial(checkpoint, attend, False)
+        return self.linear_proj(attend(query, key, value, attention_mask))

@@ -3,6 +3,8 @@
 Megatron has no counterpart.
 """
 
+from typing import Any
+
 import torch
 
 from minimegatron.core.transformer.enums import AttnMaskType
@@ -37,3 +39,22 @@ def check_is_bool(mask: torch.Tensor) -> None:
             f"attention_mask is {mask.dtype}; give torch.bool, True for what is not attended to (a "
             "mask with 1 for what is kept as mask == 0); numbers to be added to scores are not taken"
         )
+
+
+def check_mask_of(core: Any, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    """`check_attention_mask` for queries [s/c, b, heads, d] and keys [s/c, ...] of an attention."""
+    ranks = 1 if core.cp_group is None else core.cp_group.size()
+    s, b, heads = query.shape[:3]
+    check_attention_mask(mask, (b, heads, s, len(key) * ranks))
+
+
+def visible_places(mask: torch.Tensor, is_causal: bool, s_q: int, s_k: int) -> torch.Tensor:
+    """True where attention may look: not `mask`, and if it is causal, not at what comes later.
+
+    Raises ValueError for a mask that is not bool.
+    """
+    check_is_bool(mask)
+    visible = mask.logical_not()
+    if is_causal:
+        visible = visible & torch.ones(s_q, s_k, dtype=torch.bool, device=mask.device).tril()
+    return visible

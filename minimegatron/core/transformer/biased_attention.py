@@ -29,10 +29,8 @@ def bias_with_mask(bias: torch.Tensor, attention_mask: torch.Tensor | None) -> t
 class BiasedDotProductAttention(DotProductAttention):
     """`DotProductAttention` whose mask is a bias: numbers to add to the scores."""
 
-    def _mask(
-        self, attention_mask: torch.Tensor, s_q: int, s_k: int, device: torch.device
-    ) -> tuple[torch.Tensor, bool]:
+    def _mask(self, attention_mask: torch.Tensor, s_q: int, s_k: int) -> tuple[torch.Tensor, bool]:
         if self.attn_mask_type == AttnMaskType.causal:
-            later = torch.ones(s_q, s_k, dtype=torch.bool, device=device).triu(1)
+            later = torch.ones(s_q, s_k, dtype=torch.bool, device=attention_mask.device).triu(1)
             attention_mask = bias_with_mask(attention_mask, later[None, None])
         return attention_mask, False

@@ -3,10 +3,23 @@
 Ours: Megatron checks this in `TransformerConfig` and in `validate_args`.
 """
 
+from dataclasses import dataclass
 from typing import Any
+
+from minimegatron.core import knobs
 
 COMM_TYPES = ("p2p", "all_gather", "a2a")
 """Ways for attention to reach the whole sequence; see `context_parallel`."""
+
+
+@dataclass
+class ContextParallelConfig:
+    """How attention reaches tokens of other ranks."""
+
+    cp_comm_type: list[str] | str | None = knobs.knob(None, section="parallel", nargs="+")
+    """How attention reaches the whole sequence with --context-parallel-size: p2p, all_gather or a2a.
+
+    One for all layers, or one for each layer of the model; by default p2p, a ring."""
 
 
 def comm_type_of_layer(config: Any, layer_number: int) -> str:

@@ -3,12 +3,20 @@
 Ours: Megatron hands `pg_collection` on, and its `DotProductAttention` asserts that nobody shares.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.transformer.spec_utils import takes
+from minimegatron.core.transformer.context_parallel import attend_over_ranks
+from minimegatron.core.transformer.context_parallel_config import (
+    check_comm_type,
+    comm_type_of_layer,
+)
+from minimegatron.core.transformer.spec_arguments import takes
 
 
 def context_parallel_group(
@@ -33,6 +41,24 @@ def context_parallel_group(
     return None if size == 1 else groups.cp
 
 
+def way_to_attend(
+    attend_here: Callable[..., torch.Tensor],
+    core: Any,
+    cp_comm_type: str | None,
+    groups: ProcessGroupCollection | None,
+) -> tuple[str, dist.ProcessGroup | None, Callable[..., torch.Tensor]]:
+    """For `DotProductAttention`, `core`: how ranks attend that share a sequence, who they are, and the
+    function that attends; without such ranks it is `attend_here`.
+
+    Raises:
+        ValueError: the way is unknown or does not fit the heads, or as `context_parallel_group`.
+    """
+    way = cp_comm_type or comm_type_of_layer(core.config, core.layer_number)
+    check_comm_type(core.config, way)
+    group = context_parallel_group(core.config, groups)
+    return way, group, attend_here if group is None else partial(attend_over_ranks, attend_here)
+
+
 def options_of_core(
     config: Any, core_attention: Any, cp_comm_type: str | None, groups: ProcessGroupCollection
 ) -> dict[str, Any]:
@@ -52,14 +78,13 @@ def options_of_core(
     return taken
 
 
-def check_part_of_sequence(
-    length: int, num_ranks: int, max_sequence_length: int, whole_length: int | None = None
-) -> None:
-    """Raises ValueError if a rank's `length` tokens cannot be two equal chunks, or are too many.
+def check_part_of_sequence(model: Any, tokens: torch.Tensor) -> None:
+    """Raises ValueError if a rank's tokens [b, s/c] cannot be two equal chunks, or are too many.
 
-    `whole_length` is that of the step's sequences, None where that is not known.
+    The model knows its longest sequence and, if a schedule has told it, how long those of the step are.
     """
-    if num_ranks > 1 and length == whole_length:
+    length, num_ranks = tokens.size(1), model.cp_group.size()
+    if num_ranks > 1 and length == model.whole_length:
         raise ValueError(
             f"each of {num_ranks} context-parallel ranks has {length} tokens of each sequence, and not "
             f"{length // num_ranks}: they are all that the step's seq_length says; give the model "
@@ -70,9 +95,9 @@ def check_part_of_sequence(
             f"a rank's part of a sequence has {length} tokens, which are not two equal chunks; use "
             f"sequences of a multiple of 2 x {num_ranks} = {2 * num_ranks} tokens"
         )
-    if length * num_ranks > max_sequence_length:
+    if length * num_ranks > model.max_sequence_length:
         raise ValueError(
             f"{length} tokens on each of {num_ranks} context-parallel ranks make a sequence of "
-            f"{length * num_ranks}, but max_sequence_length is {max_sequence_length}; give the model "
-            "get_batch_on_this_cp_rank(batch), not the whole batch"
+            f"{length * num_ranks}, but max_sequence_length is {model.max_sequence_length}; give the "
+            "model get_batch_on_this_cp_rank(batch), not the whole batch"
         )

@@ -18,6 +18,8 @@ from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
+__all__ = ["CrossAttention", "CrossAttentionSubmodules"]
+
 
 @dataclass
 class CrossAttentionSubmodules:

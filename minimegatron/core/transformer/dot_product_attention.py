@@ -5,25 +5,14 @@ leaves fused kernels, and context parallelism, to Transformer Engine.
 """
 
 import contextlib
-from functools import partial
-from typing import Any
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from minimegatron.core.transformer.attention_masks import (
-    CAUSAL,
-    check_attention_mask,
-    check_is_bool,
-)
-from minimegatron.core.transformer.context_parallel import attend_over_ranks
-from minimegatron.core.transformer.context_parallel_config import (
-    check_comm_type,
-    comm_type_of_layer,
-)
-from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
+from minimegatron.core.transformer.attention_masks import CAUSAL, check_mask_of, visible_places
+from minimegatron.core.transformer.context_parallel_groups import way_to_attend
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -64,40 +53,22 @@ class DotProductAttention(MegatronModule):
         self.attention_dropout = (
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
-        self.cp_comm_type = cp_comm_type or comm_type_of_layer(config, layer_number)
-        check_comm_type(config, self.cp_comm_type)
-        self.cp_group = context_parallel_group(config, pg_collection)
-        self._attend = _attend if self.cp_group is None else partial(attend_over_ranks, _attend)
+        self.cp_comm_type, self.cp_group, self._attend = way_to_attend(
+            _attend, self, cp_comm_type, pg_collection
+        )
 
     def _mask(
-        self, attention_mask: torch.Tensor | None, s_q: int, s_k: int, device: torch.device
-    ) -> tuple[torch.Tensor | None, bool]:
+        self, attention_mask: Tensor | None, s_q: int, s_k: int
+    ) -> tuple[Tensor | None, bool]:
         """(True where attention may look, or None for no mask, is it plain causal instead)."""
         causal = self.attn_mask_type in CAUSAL
         if self.attn_mask_type == AttnMaskType.no_mask or attention_mask is None:
             return None, causal
-        check_is_bool(attention_mask)
-        visible = attention_mask.logical_not()
-        if causal:
-            visible = visible & torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril()
-        return visible, False
-
-    def _dropout_rng(self, dropout: float) -> Any:
-        """Each rank drops other heads' probabilities, so it draws from its own stream.
-
-        Under sequence parallelism the block has forked to that stream already, for all its layers.
-        """
-        if dropout == 0.0 or self.config.sequence_parallel:
-            return contextlib.nullcontext()
-        return get_cuda_rng_tracker().fork()
+        return visible_places(attention_mask, causal, s_q, s_k), False
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None
+    ) -> Tensor:
         """Attention over the whole sequence, for this rank's heads, and tokens with c > 1.
 
         Args:
@@ -113,25 +84,26 @@ class DotProductAttention(MegatronModule):
             ValueError: a mask of another shape.
         """
         if attention_mask is not None:
-            ranks = 1 if self.cp_group is None else self.cp_group.size()
-            s, b, heads = query.shape[:3]
-            check_attention_mask(attention_mask, (b, heads, s, len(key) * ranks))
+            check_mask_of(self, attention_mask, query, key)
         dropout = self.attention_dropout if self.training else 0.0
-        with self._dropout_rng(dropout):
+        # Each rank drops other heads' probabilities, so it draws from its own stream. Under sequence
+        # parallelism the block has forked to that stream already, for all its layers.
+        forks = dropout > 0.0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
             return self._attend(self, dropout, query, key, value, attention_mask)
 
 
 def _attend(
     core: DotProductAttention,
     dropout: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-) -> torch.Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+) -> Tensor:
     """All tokens are on this rank."""
     s, b = query.shape[:2]
-    visible, is_causal = core._mask(attention_mask, s, key.size(0), query.device)
+    visible, is_causal = core._mask(attention_mask, s, key.size(0))
     # [s, b, heads, d] -> [b, heads, s, d], as views.
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     context = F.scaled_dot_product_attention(

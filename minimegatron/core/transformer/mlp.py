@@ -7,25 +7,19 @@ Counterpart: `megatron.core.transformer.mlp`.
 The activation is element-wise, so nothing is exchanged between the two.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.module import MegatronModule
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.scaled_tokens import scaled_output
+from minimegatron.core.transformer.spec_utils import build_module
+from minimegatron.core.transformer.submodules import MLPSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass
-class MLPSubmodules:
-    """The specs of the MLP's two projections."""
-
-    linear_fc1: ModuleSpec | type | None = None
-    linear_fc2: ModuleSpec | type | None = None
-
-
-class MLP(MegatronModule):
+class MLP(DelayedWgrad, MegatronModule):
     """act(x W1 + b1) W2; with `config.gated_linear_unit`, (act(x Wg) * (x Wu)) W2.
 
     Wg and Wu are stacked in one weight [2f, h], gate first, each cut over the ranks by itself
@@ -50,6 +44,7 @@ class MLP(MegatronModule):
     ):
         super().__init__(config)
         ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
+        options = {"bias": config.add_bias_linear, "is_expert": is_expert, "tp_group": tp_group}
         stacked = 2 if config.gated_linear_unit else 1
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
@@ -57,11 +52,8 @@ class MLP(MegatronModule):
             stacked * ffn_hidden_size,
             config=config,
             init_method=config.init_method,
-            bias=config.add_bias_linear,
-            gather_output=False,
             stride=stacked,
-            is_expert=is_expert,
-            tp_group=tp_group,
+            **options,
         )
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
@@ -69,11 +61,9 @@ class MLP(MegatronModule):
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
             input_is_parallel=True,
             skip_bias_add=True,
-            is_expert=is_expert,
-            tp_group=tp_group,
+            **options,
         )
 
     def forward(
@@ -90,15 +80,6 @@ class MLP(MegatronModule):
             wide = self.config.activation_func(gate) * up
         else:
             wide = self.config.activation_func(wide)
-        if per_token_scale is None:
-            return self.linear_fc2(wide)
-        scale = per_token_scale.unsqueeze(-1)
-        output, bias = self.linear_fc2((wide * scale).to(wide.dtype))
-        if bias is not None:
-            output = (output + bias * scale).to(output.dtype)
-        return output, None
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
-        self.linear_fc2.backward_dw()
-        self.linear_fc1.backward_dw()
+        if per_token_scale is not None:
+            return scaled_output(self.linear_fc2, wide, per_token_scale)
+        return self.linear_fc2(wide)

@@ -3,44 +3,32 @@
 Counterpart: `megatron.core.transformer.module`.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from minimegatron.core.parameter import tensor_group
-from minimegatron.core.parameter_marks import note_marks, restore_marks
-from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
+from minimegatron.core.parameter_marks import note_marks
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
+from minimegatron.core.transformer.global_names import named_global_parameters
 from minimegatron.core.transformer.late_fields import note_built
-from minimegatron.core.transformer.sharded_state import sharded_tensor
+from minimegatron.core.transformer.module_state import ModuleState
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import HALF_DTYPES
 
 
-class MegatronModule(torch.nn.Module):
+class MegatronModule(ModuleState):
     """A module that carries its config."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
         note_built(config)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MegatronModule":
-        """A module with weights of its own. It shares process groups, and what its config calls.
-
-        Its configs are copies, so other functions may be put into them.
-        """
-        for module in self.modules():
-            if (config := vars(module).get("config")) is not None and id(config) not in memo:
-                memo[id(config)] = copy.copy(config)
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
 
     def global_name(self, name: str) -> str:
         """The name in the full model, from this module on, of what this chunk calls `name`.
@@ -49,23 +37,6 @@ class MegatronModule(torch.nn.Module):
         that has a part of something longer, or a copy of something, overrides this.
         """
         return name
-
-    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
-        """Every weight and saved buffer by its name here, as `dist_checkpointing` takes it.
-
-        In the checkpoint it has its name in the full model, after `prefix`; there any layout finds its
-        piece. What `load` returns, `load_state_dict` takes.
-
-        With `overlap_param_gather`, weights are incomplete until the next forward, and this raises
-        RuntimeError: call the wrapper's `start_param_sync(force_sync=True)` first.
-        """
-        self.state_dict()  # for the wrapper's hook, which raises
-        restore_marks(self)
-        groups = groups_of(self)
-        return {
-            prefix + name: sharded_tensor(prefix + global_parameter_name(self, name), one, groups)
-            for name, one in (*self.named_parameters(), *named_saved_buffers(self))
-        }
 
     def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
         """Draws every weight by its name in the full model (see `initial_weights`).
@@ -96,44 +67,6 @@ class PartOfModuleList(torch.nn.ModuleList):
         """Here the module "0" is the full model's `first`."""
         index, dot, rest = name.partition(".")
         return f"{self.first + int(index)}{dot}{rest}"
-
-
-# -- Names that do not depend on the layout --
-
-
-def global_parameter_name(model: torch.nn.Module, name: str) -> str:
-    """The name in the full model of what the chunk `model` calls `name`.
-
-    Every module on the way from the parameter up to `model` that has a `global_name` is asked for
-    it. `decoder.layers.0.` of a later chunk becomes `decoder.layers.{its place in the model}.`; the
-    last stage's copy of a tied embedding gets the embedding's own name.
-
-    Args:
-        model: a model chunk, wrapped (`Float16Module`, DDP) or not.
-        name: from `model.named_parameters()`; the prefixes of wrappers are dropped.
-    """
-    while hasattr(model, "module"):
-        model = model.module
-        name = name.removeprefix("module.")
-    child, dot, rest = name.partition(".")
-    if dot:
-        name = f"{child}.{global_parameter_name(getattr(model, child), rest)}"
-    return model.global_name(name) if hasattr(model, "global_name") else name
-
-
-def named_global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """`model.named_parameters()` under their names in the full model, with all their marks."""
-    restore_marks(model)
-    for name, param in model.named_parameters():
-        yield global_parameter_name(model, name), param
-
-
-def named_saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the model's state, by their names here."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
 # -- 16-bit models --

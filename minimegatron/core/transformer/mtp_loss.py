@@ -7,12 +7,14 @@ here. Megatron's training loop asks for the log; here functions are entered in t
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from minimegatron.core import knobs
 from minimegatron.core.collectives import all_reduce
 from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.second_subjects import enter_hooks
@@ -215,6 +217,18 @@ def describe_further_tokens(models: list[torch.nn.Module], pg_collection: Any) -
 
 
 # -- What a configuration says of them --
+
+knob = partial(knobs.knob, section="model")
+
+
+@dataclass
+class MTPConfig:
+    """Further tokens: how many, and the weight of their losses."""
+
+    mtp_num_layers: int | None = knob(minimum=1, compared=True)
+    """Tokens to predict beyond the next one, each by a layer of its own; by default none."""
+    mtp_loss_scaling_factor: float = knob(0.1, minimum=0.0)
+    """Weight of their losses, over all of them, beside the main loss."""
 
 
 def check_mtp(config: Any) -> None:

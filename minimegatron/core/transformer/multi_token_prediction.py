@@ -1,8 +1,8 @@
 """Predicting several tokens ahead: after the decoder, one more layer for each further token.
 
 Counterpart: `megatron.core.transformer.multi_token_prediction`, under the names of release 0.16.1. What
-a configuration and the hooks of a step need is in `mtp_loss`, where layers are is in `layer_placement`;
-Megatron's names of both can be imported from here. Source: DeepSeek-V3, section 2.2
+a configuration and the hooks of a step need is in `mtp_loss`, and `mtp_placement` says which stage has
+the layers; Megatron's names of both can be imported from here. Source: DeepSeek-V3, section 2.2
 (https://arxiv.org/abs/2412.19437).
 
     h0 = decoder output, after its final norm                              predicts token i+1 at place i
@@ -25,20 +25,21 @@ from minimegatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from minimegatron.core.tensor_parallel.recompute import checkpoint
+from minimegatron.core.transformer.block_recompute import Recompute
 from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
 from minimegatron.core.transformer.layer_placement import (
-    get_mtp_ranks,
     num_layers_before_chunk,
-    num_mtp_layers_before_chunk,
-    num_mtp_layers_of_chunk,
+    virtual_stage_of,
 )
+from minimegatron.core.transformer.layers_of_rank import pipeline_rank
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.mtp_loss import MTPLossAutoScaler, MTPLossLoggingHelper
+from minimegatron.core.transformer.mtp_placement import get_mtp_ranks, mtp_layers_of_virtual_stages
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
-from minimegatron.core.transformer.transformer_block import Recompute, dropout_rng
+from minimegatron.core.transformer.transformer_block import dropout_rng
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.transformer_layer import pipeline_rank
+from minimegatron.core.transformer.zigzag import places_of
 from minimegatron.core.utils import or_one
 
 __all__ = ["MTPLossAutoScaler", "MTPLossLoggingHelper", "get_mtp_ranks"]
@@ -53,12 +54,14 @@ def get_mtp_num_layers_to_build(
 
     `pp_rank` None means this rank's, by `parallel_state`; with one stage it needs no process groups.
     """
-    return num_mtp_layers_of_chunk(config, vp_stage, pipeline_rank(config, pp_rank))
+    stage = virtual_stage_of(config, vp_stage, pipeline_rank(config, pp_rank))
+    return mtp_layers_of_virtual_stages(config)[stage]
 
 
 def get_mtp_layer_offset(config: TransformerConfig, vp_stage: int | None = None) -> int:
     """Layers of this kind that chunks before this rank's chunk `vp_stage` build."""
-    return num_mtp_layers_before_chunk(config, vp_stage, pipeline_rank(config, None))
+    stage = virtual_stage_of(config, vp_stage, pipeline_rank(config, None))
+    return sum(mtp_layers_of_virtual_stages(config)[:stage])
 
 
 def mtp_on_this_rank(
@@ -286,7 +289,7 @@ def check_mtp_spec(
 ) -> None:
     """Raises ValueError for a chunk that has such layers without a spec, or a spec without them."""
     rank = stage_of(pg_collection.pp)
-    num_layers = num_mtp_layers_of_chunk(config, vp_stage, rank)
+    num_layers = get_mtp_num_layers_to_build(config, vp_stage, rank)
     if (spec is not None) != (num_layers > 0):
         raise ValueError(
             f"mtp_num_layers is {config.mtp_num_layers}, and chunk {vp_stage or 0} of pipeline rank "
@@ -309,6 +312,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
+        self.cp_group = context_parallel_group(config, pg_collection)
         submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec
         options = {"config": config, "vp_stage": vp_stage, "pg_collection": pg_collection}
         self.layers = torch.nn.ModuleList(
@@ -347,6 +351,8 @@ class MultiTokenPredictionBlock(MegatronModule):
                 "this chunk predicts further tokens, so it embeds tokens, but its input_ids are None; "
                 "give it the batch's tokens and positions too, as pretrain_gpt.keys_of_chunks does"
             )
+        if position_ids is None and embedding.add_position_embedding:
+            position_ids = places_of(input_ids, self.cp_group)
         recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
         found = [hidden_states]
         for layer in self.layers:
@@ -368,11 +374,16 @@ class MultiTokenPredictionBlock(MegatronModule):
             layer.backward_dw()
 
 
-def build_mtp_block(model: torch.nn.Module, spec: Any) -> MultiTokenPredictionBlock:
-    """The layers for further tokens of the chunk `model`, a `GPTModel`.
+def build_mtp_block(model: torch.nn.Module, spec: Any) -> MultiTokenPredictionBlock | None:
+    """The layers for further tokens of the chunk `model`, a `GPTModel`; None without a `spec`.
 
-    Raises ValueError for learned positions where the chunk has no embedding of its own.
+    Raises ValueError for learned positions where the chunk has no embedding of its own, and as
+    `check_mtp_spec`.
     """
+    if model.config.mtp_num_layers is not None:
+        check_mtp_spec(model.config, spec, model.vp_stage, model.pg_collection)
+    if spec is None:
+        return None
     if model.position_embedding_type == "learned_absolute" and not model.pre_process:
         raise ValueError(
             "further tokens are embedded on another stage than the first, which would need a copy "

@@ -5,9 +5,13 @@ it is here, and can be imported from there too.
 """
 
 import torch
-import torch.distributed as dist
 
-from minimegatron.core.transformer.zigzag import take_part
+from minimegatron.core.transformer.rope_checks import refuse_angles
+from minimegatron.exports import lazily
+
+# Megatron has it here too.
+_OF_RANK = "minimegatron.core.transformer.zigzag:get_pos_emb_on_this_cp_rank"
+__getattr__, __dir__ = lazily(__name__, {"get_pos_emb_on_this_cp_rank": _OF_RANK})
 
 
 def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
@@ -27,10 +31,7 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
         ValueError: the angles are not those of `t`'s positions.
     """
     if freqs.dim() != 4 or freqs.size(0) != t.size(0):
-        raise ValueError(
-            f"rotary angles are {list(freqs.shape)} for queries or keys {list(t.shape)}; give "
-            f"[{t.size(0)}, 1, 1, d'], one row for each of this rank's tokens"
-        )
+        refuse_angles(freqs, t)
     width = freqs.size(-1)
     if width < t.size(-1):
         turned = apply_rotary_pos_emb(t[..., :width], freqs)
@@ -39,13 +40,3 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). The sign goes to the sine, which is small.
     first, second = sin.chunk(2, dim=-1)
     return t * cos + t.roll(width // 2, dims=-1) * torch.cat((-first, second), dim=-1)
-
-
-def get_pos_emb_on_this_cp_rank(
-    pos_emb: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup
-) -> torch.Tensor:
-    """The angles of this rank's tokens, from those of the whole sequence along dimension `seq_dim`.
-
-    A group of one rank has all. Raises ValueError if the sequence does not divide into 2c chunks.
-    """
-    return take_part(pos_emb, seq_dim, cp_group)

@@ -6,11 +6,14 @@ A layer written against specs says "then comes some norm, some attention, some M
 decided in one place (`gpt_layer_specs`), and swapping one needs no subclass.
 """
 
-import importlib
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from minimegatron.exports import all_of
+
+# Megatron has `import_module` here.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.spec_by_name")
 
 
 @dataclass
@@ -38,24 +41,3 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     if spec_or_module.submodules is not None:
         options["submodules"] = spec_or_module.submodules
     return spec_or_module.module(*args, **options)
-
-
-def takes(spec_or_module: Any, argument: str) -> bool:
-    """Whether the class that is described has a parameter of this name."""
-    module = getattr(spec_or_module, "module", spec_or_module)
-    return module is not None and argument in inspect.signature(module).parameters
-
-
-def import_module(module_path: tuple[str, str]) -> Any:
-    """The name `module_path[1]` of the module `module_path[0]`; raises ImportError without either.
-
-    Source: `megatron.core.transformer.spec_utils.import_module`, which returns None instead.
-
-    >>> import_module(("minimegatron.core.enums", "ModelType")).__name__
-    'ModelType'
-    """
-    module_name, name = module_path
-    module = importlib.import_module(module_name)
-    if not hasattr(module, name):
-        raise ImportError(f"module {module_name} has no {name}; check both names")
-    return getattr(module, name)

@@ -4,14 +4,94 @@ Arithmetic only, torch-free. `layer_placement` asks here. Megatron has this in
 `transformer_block.get_num_layers_to_build`.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from minimegatron.core import knobs
 from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.orders.placement import Placement
 from minimegatron.core.transformer.enums import LayerType
+from minimegatron.core.transformer.layer_placement_checks import (
+    check_division,
+    check_division_over_chunks,
+)
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
+
+knob = partial(knobs.knob, section="parallel")
+
+
+@dataclass
+class StagesConfig:
+    """Which stage has which layers, where it is not the same number for all."""
+
+    num_layers_in_first_pipeline_stage: int | None = knob(
+        dest="decoder_first_pipeline_num_layers", minimum=1
+    )
+    """Layers on the first stage, where it should hold another number than the rest."""
+    num_layers_in_last_pipeline_stage: int | None = knob(
+        dest="decoder_last_pipeline_num_layers", minimum=1
+    )
+    """Layers on the last stage, likewise."""
+    account_for_embedding_in_pipeline_split: bool = knob(False)
+    """Count the embedding as a layer when layers are divided over stages."""
+    account_for_loss_in_pipeline_split: bool = knob(False)
+    """Count the loss as a layer when layers are divided over stages."""
+    pipeline_model_parallel_layout: str | list | None = knob()
+    """Which stage holds which layer, such as "Et*3|(tt|)*29,m|L".
+
+    Overrides the even division."""
+
+
+def layout_of(config: Any) -> PipelineParallelLayerLayout | None:
+    """The layout that the configuration tells, read if it is a text; None for none."""
+    layout = config.pipeline_model_parallel_layout
+    if isinstance(layout, str | list):
+        return PipelineParallelLayerLayout(layout, config.pipeline_model_parallel_size)
+    return layout
+
+
+def are_told(config: Any) -> bool:
+    """Whether not all stages have the same number of layers, or might not."""
+    return (
+        config.pipeline_model_parallel_layout is not None
+        or config.num_layers_in_first_pipeline_stage is not None
+        or config.num_layers_in_last_pipeline_stage is not None
+        or config.account_for_embedding_in_pipeline_split
+        or config.account_for_loss_in_pipeline_split
+    )
+
+
+def layers_as_told(config: Any) -> list[int]:
+    """Layers of each virtual stage, in model order. Raises ValueError where they do not fit."""
+    layout = layout_of(config)
+    if layout is not None:
+        return decoder_layers_of_layout(layout, config)
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
+    v = config.virtual_pipeline_model_parallel_size or 1
+    if first is None and last is None:
+        return _with_ends_counted(config, config.pipeline_model_parallel_size * v)
+    ranks = uneven_layers_of_ranks(config)
+    check_division_over_chunks(config, ranks)
+    return [number // v for number in ranks] * v
+
+
+def _with_ends_counted(config: Any, num_stages: int) -> list[int]:
+    embedding = config.account_for_embedding_in_pipeline_split
+    loss = config.account_for_loss_in_pipeline_split
+    check_division(config, embedding + loss)
+    stages = [(config.num_layers + embedding + loss) // num_stages] * num_stages
+    stages[0] -= embedding
+    stages[-1] -= loss
+    if min(stages) < 0:
+        raise ValueError(
+            f"num_layers {config.num_layers} leaves fewer layers than stages once embedding and "
+            "loss are counted; use more layers or fewer stages"
+        )
+    return stages
 
 
 def decoder_layers_of_layout(layout: PipelineParallelLayerLayout, config: Any) -> list[int]:

@@ -1,8 +1,8 @@
-"""LayerNorm and RMSNorm of the features, replicated over the tensor-parallel ranks.
+"""The norm of the features, replicated over the tensor-parallel ranks.
 
 Counterpart: `megatron.core.transformer.torch_norm`.
 
-Each normalises over the last dimension, which every rank holds whole; only the gradients of
+A norm goes over the last dimension, which every rank holds whole; only the gradients of
 its weights need care. Under sequence parallelism a rank normalises its own tokens, so its gradients
 are one term of a sum over tensor-parallel ranks. `param.sequence_parallel = True` says so, and
 `finalize_model_grads` sums them.
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core.parameter_marks import note_marks
+from minimegatron.core.transformer.rms_norm import RMSNorm
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -26,17 +27,6 @@ class LayerNorm(torch.nn.LayerNorm):
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         output = F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return output.to(self.weight.dtype)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
-
-    Input of any float dtype; output in the weight's.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.to(input.dtype)
-        return F.rms_norm(input, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
 
 
 def WrappedTorchNorm(

@@ -1,98 +1,28 @@
-"""The layers of one chunk, in order, and which of their activations are kept for backward.
+"""The layers of one chunk, in order.
 
 Counterpart: `megatron.core.transformer.transformer_block`.
 """
 
 import contextlib
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 
-from minimegatron.core.process_groups_config import (
-    ProcessGroupCollection,
-    num_stages_of,
-    stage_of,
-)
+from minimegatron.core.process_groups_config import ProcessGroupCollection, num_stages_of, stage_of
 from minimegatron.core.schedule_of_config import other_num_stages
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from minimegatron.core.transformer.block_recompute import checkpointed_forward
-from minimegatron.core.transformer.layer_placement import (
-    num_layers_before_chunk,
-    num_layers_of_chunk,
+from minimegatron.core.transformer.block_recompute import recomputed_forward
+from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
+from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
+from minimegatron.core.transformer.layers_of_rank import (
+    get_block_submodules,
+    get_num_layers_to_build,  # noqa: F401  Megatron has it here
 )
 from minimegatron.core.transformer.module import MegatronModule, PartOfModuleList
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
-from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
+from minimegatron.core.transformer.spec_utils import build_module
+from minimegatron.core.transformer.submodules import TransformerBlockSubmodules  # noqa: F401
+from minimegatron.core.transformer.transformer_block_checks import refuse_no_input
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.transformer_layer import pipeline_rank
-
-
-@dataclass
-class TransformerBlockSubmodules:
-    """The specs of one chunk's layers and of the final norm."""
-
-    layer_specs: list[ModuleSpec]
-    """One per layer of the chunk."""
-    layer_norm: Any = WrappedTorchNorm
-    """The norm after the model's last layer."""
-
-
-def get_num_layers_to_build(
-    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
-    """Layers that chunk `vp_stage` of pipeline rank `pp_rank` builds; may be 0.
-
-    `pp_rank` None means this rank's, by `parallel_state`; with one stage it needs no process groups.
-    Raises ValueError for layers that cannot be divided so.
-    Source: `megatron.core.transformer.transformer_block.get_num_layers_to_build`.
-    """
-    return num_layers_of_chunk(config, vp_stage, pipeline_rank(config, pp_rank))
-
-
-def get_block_submodules(
-    config: TransformerConfig, spec: Any, vp_stage: int | None, pp_rank: int | None
-) -> TransformerBlockSubmodules:
-    """What `spec` means for one chunk: the layers themselves, or one layer's spec for all."""
-    if isinstance(spec, TransformerBlockSubmodules):
-        return spec
-    number = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[spec] * number)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What one microbatch recomputes in backward."""
-
-    granularity: str | None
-    method: str | None
-    num_layers: int
-
-    @classmethod
-    def of(
-        cls, config: TransformerConfig, num_layers: int, whole_microbatch: bool | None
-    ) -> "Recompute":
-        """The config's choice, or the schedule's for this microbatch.
-
-        Args:
-            num_layers: of the chunk.
-            whole_microbatch: `checkpoint_activations_microbatch`. None: as the config says. True:
-                every layer. False: only what "block" says, and nothing otherwise. With
-                `num_microbatches_with_partial_activation_checkpoints` the schedule says False for
-                that many of the microbatches in flight, for which there is memory, and True for the
-                rest (Korthikanti et al. 2022, appendix C).
-        """
-        chosen = cls(
-            config.recompute_granularity, config.recompute_method, config.recompute_num_layers or 1
-        )
-        if whole_microbatch is None or chosen.method == "block" and not whole_microbatch:
-            return chosen
-        if not whole_microbatch:
-            return cls(None, None, 0)
-        if chosen.granularity is None or chosen.method == "block":
-            return cls("full", "block", num_layers)
-        return chosen
 
 
 def dropout_rng(config: TransformerConfig, is_training: bool) -> Any:
@@ -103,7 +33,7 @@ def dropout_rng(config: TransformerConfig, is_training: bool) -> Any:
     return contextlib.nullcontext()
 
 
-class TransformerBlock(MegatronModule):
+class TransformerBlock(DelayedWgrad, MegatronModule):
     """One chunk's layers, and the final norm if it is the last chunk.
 
     Where further tokens are predicted, the final norm is with the model's last layer, wherever that is:
@@ -129,8 +59,7 @@ class TransformerBlock(MegatronModule):
         vp_stage: int | None = None,
     ):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         stage, num_stages = stage_of(pg_collection.pp), num_stages_of(pg_collection.pp)
         if config.pipeline_model_parallel_size != num_stages:
             raise other_num_stages(config, num_stages)
@@ -139,14 +68,9 @@ class TransformerBlock(MegatronModule):
         self.vp_stage = vp_stage
         self.input_tensor: torch.Tensor | None = None
         submodules = get_block_submodules(config, spec, vp_stage, stage)
+        options = {"config": config, "pg_collection": pg_collection, "vp_stage": vp_stage}
         layers = (
-            build_module(
-                layer_spec,
-                config=config,
-                layer_number=number,
-                pg_collection=pg_collection,
-                vp_stage=vp_stage,
-            )
+            build_module(layer_spec, layer_number=number, **options)
             for number, layer_spec in enumerate(submodules.layer_specs, start=1)
         )
         first = num_layers_before_chunk(config, vp_stage, stage)
@@ -185,62 +109,29 @@ class TransformerBlock(MegatronModule):
             checkpoint_activations_microbatch: see `Recompute.of`.
         """
         hidden_states = self.first_input(hidden_states)
-        recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
-        arguments = (hidden_states, attention_mask, context, context_mask, rotary_pos_emb)
-        with self.dropout_rng():
-            if recompute.granularity == "full" and self.training:
-                hidden_states = checkpointed_forward(self._run, self.layers, recompute, *arguments)
+        others = {
+            "context": context,
+            "context_mask": context_mask,
+            "rotary_pos_emb": rotary_pos_emb,
+        }
+        with dropout_rng(self.config, self.training):
+            if checkpoint_activations_microbatch or self.config.recompute_granularity is not None:
+                hidden_states = recomputed_forward(
+                    self, checkpoint_activations_microbatch, hidden_states, attention_mask, **others
+                )
             else:
-                selective = recompute.granularity == "selective"
-                hidden_states = self._run(0, len(self.layers), *arguments, selective)
-        return (
-            hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
-        )
+                for layer in self.layers:
+                    hidden_states, _ = layer(hidden_states, attention_mask, **others)
+        if self.final_layernorm is None:
+            return hidden_states
+        return self.final_layernorm(hidden_states)
 
     def first_input(self, hidden_states: torch.Tensor | None) -> torch.Tensor:
         """What the first layer gets. Raises ValueError if nothing is there."""
         if not self.pre_process:
             hidden_states = self.input_tensor
         if hidden_states is None:
-            raise ValueError(
-                "this chunk has no input; call set_input_tensor with what the previous stage sent "
-                "(or build the first chunk with pre_process=True and pass hidden_states)"
-            )
+            refuse_no_input()
         # A chunk without layers must not hand on its input itself: sent on and then freed, it
         # would take the tensor away from under the stage's own backward.
         return hidden_states if len(self.layers) else hidden_states.clone()
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed.
-
-        The last layer first, as in backward: its bucket is the first to be sent.
-        """
-        for layer in reversed(self.layers):
-            layer.backward_dw()
-
-    def dropout_rng(self) -> Any:
-        """Around layers; see the function of this name."""
-        return dropout_rng(self.config, self.training)
-
-    def _run(
-        self,
-        first: int,
-        last: int,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        context: torch.Tensor | None,
-        context_mask: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None,
-        checkpoint_core_attention: bool = False,
-    ) -> torch.Tensor:
-        """Layers [first, last)."""
-        for layer in islice(self.layers, first, last):
-            hidden_states, _ = layer(
-                hidden_states,
-                attention_mask,
-                context=context,
-                context_mask=context_mask,
-                rotary_pos_emb=rotary_pos_emb,
-                checkpoint_core_attention=checkpoint_core_attention,
-            )
-        return hidden_states

@@ -4,57 +4,25 @@ Counterpart: `megatron.core.transformer.transformer_layer`; `bias_dropout_add` i
 `megatron.core.fusions.fused_bias_dropout`.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from minimegatron.core import call_attributes
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
+from minimegatron.core.transformer.layers_of_rank import get_transformer_layer_offset  # noqa: F401
 from minimegatron.core.transformer.module import MegatronModule
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module, takes
+from minimegatron.core.transformer.spec_arguments import build_mlp
+from minimegatron.core.transformer.spec_utils import build_module
+from minimegatron.core.transformer.submodules import TransformerLayerSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass
-class TransformerLayerSubmodules:
-    """The specs of a layer's parts and the norm before each; most layers have no cross attention."""
-
-    input_layernorm: Any = None
-    self_attention: ModuleSpec | type | None = None
-    pre_cross_attn_layernorm: Any = None
-    cross_attention: ModuleSpec | type | None = None
-    pre_mlp_layernorm: Any = None
-    mlp: ModuleSpec | type | None = None
-
-
-def pipeline_rank(config: TransformerConfig, pp_rank: int | None) -> int:
-    """`pp_rank`; for None what `parallel_state` says, or 0 if there is one stage."""
-    if pp_rank is not None or config.pipeline_model_parallel_size == 1:
-        return pp_rank or 0
-    return stage_of()
-
-
-def get_transformer_layer_offset(
-    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
-    """Layers that come before the first of chunk `vp_stage` of pipeline rank `pp_rank`.
-
-    `pp_rank` None means this rank's, by `parallel_state`; with one stage it needs no process groups.
-    Raises ValueError for layers that cannot be divided over the chunks.
-    Source: `megatron.core.transformer.transformer_layer.get_transformer_layer_offset`.
-    """
-    return num_layers_before_chunk(config, vp_stage, pipeline_rank(config, pp_rank))
-
-
 def bias_dropout_add(
-    x_with_bias: tuple[torch.Tensor, torch.Tensor | None],
-    residual: torch.Tensor,
-    dropout: float,
-    training: bool,
-) -> torch.Tensor:
+    x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float, training: bool
+) -> Tensor:
     """residual + dropout(x + bias), in the residual's dtype; always a new tensor."""
     x, bias = x_with_bias
     if bias is not None:
@@ -64,11 +32,7 @@ def bias_dropout_add(
     return residual + x.to(residual.dtype)
 
 
-def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"layer": arguments["self"].layer_number}
-
-
-class TransformerLayer(MegatronModule):
+class TransformerLayer(DelayedWgrad, MegatronModule):
     """A pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     With cross attention: between the two, x + attention(norm(x), context).
@@ -91,47 +55,35 @@ class TransformerLayer(MegatronModule):
         vp_stage: int | None = None,
     ):
         super().__init__(config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.layer_number = layer_number + num_layers_before_chunk(
             config, vp_stage, stage_of(pg_collection.pp)
         )
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        norm_options = {
+        norm = {
             "config": config,
             "hidden_size": config.hidden_size,
             "eps": config.layernorm_epsilon,
         }
-        self.input_layernorm = build_module(submodules.input_layernorm, **norm_options)
-        attention_options = {
-            "config": config,
-            "layer_number": self.layer_number,
-            "pg_collection": pg_collection,
-        }
-        self.self_attention = build_module(submodules.self_attention, **attention_options)
-        self.pre_cross_attn_layernorm = build_module(
-            submodules.pre_cross_attn_layernorm, **norm_options
-        )
-        self.cross_attention = build_module(submodules.cross_attention, **attention_options)
-        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_options)
-        # An MLP needs one group. What routes tokens to experts needs more of them, and its number.
-        needs_all = takes(submodules.mlp, "pg_collection")
-        groups = {"pg_collection": pg_collection} if needs_all else {"tp_group": pg_collection.tp}
-        self.mlp = build_module(submodules.mlp, config=config, **groups)
-        if hasattr(self.mlp, "set_layer_number"):
-            self.mlp.set_layer_number(self.layer_number)
+        place = {"layer_number": self.layer_number, "pg_collection": pg_collection}
+        self.input_layernorm = build_module(submodules.input_layernorm, **norm)
+        self.self_attention = build_module(submodules.self_attention, config=config, **place)
+        self.pre_cross_attn_layernorm = build_module(submodules.pre_cross_attn_layernorm, **norm)
+        self.cross_attention = build_module(submodules.cross_attention, config=config, **place)
+        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
+        self.mlp = build_mlp(submodules.mlp, config, **place)
 
-    @traced("layer-forward", _describe)
+    @traced("layer-forward", call_attributes.of_layer_forward)
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        context: torch.Tensor | None = None,
-        context_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         *,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
         checkpoint_core_attention: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(hidden states, context) -> both, the second as it came.
 
         Hidden states are [s, b, h]; [s/t, b, h] with sequence parallelism. Under
@@ -155,11 +107,11 @@ class TransformerLayer(MegatronModule):
 
     def _forward_attention(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None,
         checkpoint_core_attention: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         attended = self.self_attention(
             self.input_layernorm(hidden_states),
             attention_mask,
@@ -168,13 +120,6 @@ class TransformerLayer(MegatronModule):
         )
         return bias_dropout_add(attended, hidden_states, self.hidden_dropout, self.training)
 
-    def _forward_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _forward_mlp(self, hidden_states: Tensor) -> Tensor:
         output = self.mlp(self.pre_mlp_layernorm(hidden_states))
         return bias_dropout_add(output, hidden_states, self.hidden_dropout, self.training)
-
-    def backward_dw(self) -> None:
-        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
-        self.mlp.backward_dw()
-        if self.cross_attention is not None:
-            self.cross_attention.backward_dw()
-        self.self_attention.backward_dw()

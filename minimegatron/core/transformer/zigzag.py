@@ -63,3 +63,21 @@ def part_of_fields(
         else take_part(tensor, 2 if name == "attention_mask" else 1, cp_group)
         for name, tensor in batch.items()
     }
+
+
+def get_pos_emb_on_this_cp_rank(
+    pos_emb: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The angles of this rank's tokens, from those of the whole sequence along dimension `seq_dim`.
+
+    A group of one rank has all. Raises ValueError if the sequence does not divide into 2c chunks.
+    Source: `megatron.core.models.common.embeddings.rope_utils.get_pos_emb_on_this_cp_rank`.
+    """
+    return take_part(pos_emb, seq_dim, cp_group)
+
+
+def places_of(tokens: torch.Tensor, cp_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The positions of this rank's tokens [b, s/c] in their sequences, int64 [1, s/c], from 0 on."""
+    length = tokens.size(1) * (1 if cp_group is None else cp_group.size())
+    places = torch.arange(length, device=tokens.device)[None]
+    return places if cp_group is None else take_part(places, 1, cp_group)

@@ -271,14 +271,14 @@ FAULTS = (
         "chunks-laid-out-by-rank",
         "core/transformer/layer_placement.py",
         "return placement_of(config).stage_of(pp_rank, vp_stage or 0)",
-        "return pp_rank * (v or 1) + (vp_stage or 0)",
+        "return pp_rank * (config.virtual_pipeline_model_parallel_size or 1) + (vp_stage or 0)",
         "A rank's chunks are taken for neighbours. Layers come in another order: the loss is wrong.",
     ),
     Fault(
         "remainder-of-layers-dropped",
-        "core/transformer/layer_placement.py",
-        "        if total % p:\n",
-        "        if False:\n",
+        "core/transformer/layer_placement_checks.py",
+        "    if total % p:\n",
+        "    if False:\n",
         "Ten layers over four stages become eight. The model trains, two layers short.",
     ),
     Fault(

@@ -115,7 +115,7 @@ FAULTS_OF_COMBINED = (
     Fault(
         "dropout-of-all-ranks-alike",
         _NODES,
-        "        with self.chunk_state.model.decoder.dropout_rng():\n",
+        "        with dropout_rng(self.layer.config, self.layer.training):\n",
         "        if True:\n",
         "Nodes do not enter the random stream that a whole block enters: with sequence parallelism all "
         "ranks drop the same places of their parts.",

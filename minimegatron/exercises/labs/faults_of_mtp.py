@@ -134,8 +134,8 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-second-output-weight",
         "core/models/gpt/gpt_model.py",
-        "self.share_embeddings_and_output_weights and (self.pre_process or self.mtp_process)\n",
-        "self.share_embeddings_and_output_weights and self.pre_process\n",
+        "        is_lent = self.pre_process or self.mtp_process\n",
+        "        is_lent = self.pre_process\n",
         "Where a tied model predicts further tokens on the last stage, the output layer uses the "
         "embedding's copy there. A weight of its own lies idle, and its gradient never comes.",
     ),

@@ -28,7 +28,7 @@ from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
-from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.transformer.global_names import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.checkpointing import sharded_model_state
 from tests.core.distributed.common import Toy, make_config

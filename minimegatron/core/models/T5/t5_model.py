@@ -328,7 +328,7 @@ class T5Model(LanguageModule):
             lm_labels: int64 [b, s_dec]; read where the decoder ends.
             encoder_hidden_states: used in place of the encoder's output.
             output_encoder_hidden_only: return the encoder's output, and leave the decoder out.
-            checkpoint_activations_microbatch: see `transformer_block.Recompute.of`.
+            checkpoint_activations_microbatch: see `block_recompute.Recompute.of`.
 
         Returns:
             Where the decoder ends, with labels: the loss of each token, [b, s_dec], float32 (float64

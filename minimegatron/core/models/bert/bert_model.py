@@ -17,9 +17,9 @@ import torch
 
 from minimegatron.core.models.bert.bert_lm_head import BertLMHead
 from minimegatron.core.models.bert.pooler import Pooler
+from minimegatron.core.models.common.embeddings.embedding_checks import check_of_tokens
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
-    check_of_tokens,
 )
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule

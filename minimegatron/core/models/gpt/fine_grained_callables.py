@@ -29,6 +29,7 @@ from minimegatron.core.pipeline_parallel.schedule_node import (
 )
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.module import float16_to_fp32
+from minimegatron.core.transformer.transformer_block import dropout_rng
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import TransformerLayer, bias_dropout_add
 
@@ -159,7 +160,7 @@ class TransformerLayerNode(ScheduleNode):
     @traced("layer-node", _node(FORWARD))
     def forward(self, inputs: Any = ()) -> Any:
         # As around the layers of a whole forward; a piece goes on where the one before it ended.
-        with self.chunk_state.model.decoder.dropout_rng():
+        with dropout_rng(self.layer.config, self.layer.training):
             return super().forward(inputs)
 
     def forward_impl(self, *inputs: torch.Tensor) -> Any:

@@ -13,40 +13,25 @@ Between chunks the schedule carries the [s, b, h] tensor: it calls `set_input_te
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from minimegatron.core.models.common.embeddings.language_model_embedding import (
-    LanguageModelEmbedding,
-    check_embedded,
-)
-from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from minimegatron.core import call_attributes
+from minimegatron.core.models.common.embeddings import LanguageModelEmbedding, RotaryEmbedding
+from minimegatron.core.models.common.embeddings.embedding_checks import check_embedded
+from minimegatron.core.models.common.language_module.labels import check_labels_have_logits
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
+from minimegatron.core.models.gpt import gpt_model_checks
 from minimegatron.core.models.gpt.gpt_schedule_plan import PlannedGPT
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer.context_parallel_groups import (
-    check_part_of_sequence,
-    context_parallel_group,
-)
-from minimegatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    build_mtp_block,
-    check_mtp_spec,
-    process_mtp_loss,
-)
-from minimegatron.core.transformer.rope_utils import get_pos_emb_on_this_cp_rank
+from minimegatron.core.transformer import context_parallel_groups
+from minimegatron.core.transformer.multi_token_prediction import build_mtp_block, process_mtp_loss
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.zigzag import take_part
-
-POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
-
-
-def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    model = arguments["self"]
-    return {"chunk": model.vp_stage or 0, "layers": model.decoder.num_layers_per_pipeline_rank}
+from minimegatron.core.transformer.zigzag import places_of, take_part
 
 
 class GPTModel(PlannedGPT, LanguageModule):
@@ -94,22 +79,17 @@ class GPTModel(PlannedGPT, LanguageModule):
         vp_stage: int | None = None,
     ):
         super().__init__(config, pg_collection)
-        if position_embedding_type not in POSITION_EMBEDDING_TYPES:
-            raise ValueError(
-                f"position_embedding_type {position_embedding_type!r} is unknown; "
-                f"use one of {', '.join(POSITION_EMBEDDING_TYPES)}"
-            )
-        self.vocab_size = vocab_size
-        self.max_sequence_length = max_sequence_length
-        self.pre_process = pre_process
-        self.post_process = post_process
+        gpt_model_checks.check_position_embedding_type(position_embedding_type)
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process = pre_process, post_process
         self.parallel_output = parallel_output
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self.vp_stage = vp_stage
-        self.cp_group = context_parallel_group(config, pg_collection)
+        # How many tensor-parallel ranks share the tokens of an activation.
+        self.num_parts = self.tp_group.size() if config.sequence_parallel else 1
+        self.cp_group = context_parallel_groups.context_parallel_group(config, pg_collection)
         self.mtp_process = mtp_block_spec is not None
-        self.mtp: MultiTokenPredictionBlock | None = None
         self.rotary_pos_emb = None
         if position_embedding_type == "rope":
             dtype = torch.promote_types(config.params_dtype, torch.float32)
@@ -117,32 +97,26 @@ class GPTModel(PlannedGPT, LanguageModule):
                 config.kv_channels, rotary_percent, rotary_base=rotary_base, dtype=dtype
             )
         with weights_drawn_later():
-            self._build(transformer_layer_spec, mtp_block_spec)
+            if pre_process or self.mtp_process:
+                self.embedding = LanguageModelEmbedding(
+                    config,
+                    vocab_size,
+                    max_sequence_length,
+                    position_embedding_type,
+                    tp_group=self.tp_group,
+                )
+            self.decoder = self._build_decoder(
+                transformer_layer_spec,
+                pre_process=pre_process,
+                post_process=post_process,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+            )
+            self.mtp = build_mtp_block(self, mtp_block_spec)
+            if post_process:
+                self._build_output_layer()
         self.setup_embeddings_and_output_layer()
         self.initialize_weights(self.pg_collection)
-
-    def _build(self, transformer_layer_spec: Any, mtp_block_spec: Any) -> None:
-        if self.config.mtp_num_layers is not None:
-            check_mtp_spec(self.config, mtp_block_spec, self.vp_stage, self.pg_collection)
-        if self.pre_process or self.mtp_process:
-            self.embedding = LanguageModelEmbedding(
-                self.config,
-                self.vocab_size,
-                self.max_sequence_length,
-                self.position_embedding_type,
-                tp_group=self.tp_group,
-            )
-        self.decoder = self._build_decoder(
-            transformer_layer_spec,
-            pre_process=self.pre_process,
-            post_process=self.post_process,
-            pg_collection=self.pg_collection,
-            vp_stage=self.vp_stage,
-        )
-        if self.mtp_process:
-            self.mtp = build_mtp_block(self, mtp_block_spec)
-        if self.post_process:
-            self._build_output_layer()
 
     def _build_decoder(self, spec: Any, **options: Any) -> TransformerBlock:
         return TransformerBlock(self.config, spec, **options)
@@ -150,10 +124,10 @@ class GPTModel(PlannedGPT, LanguageModule):
     def _build_output_layer(self) -> None:
         # The two factors of deferred weight gradients, filled by backward, emptied by
         # `drain_embedding_wgrad_compute` at the end of the schedule.
-        deferring = self.config.defer_embedding_wgrad_compute
-        self.embedding_activation_buffer: list[torch.Tensor] | None = [] if deferring else None
-        self.grad_output_buffer: list[torch.Tensor] | None = [] if deferring else None
+        if self.config.defer_embedding_wgrad_compute:
+            self.embedding_activation_buffer, self.grad_output_buffer = [], []
         # A tied weight is allocated here only where this chunk has no embedding.
+        is_lent = self.pre_process or self.mtp_process
         self.output_layer = ColumnParallelLinear(
             self.config.hidden_size,
             self.vocab_size,
@@ -161,9 +135,7 @@ class GPTModel(PlannedGPT, LanguageModule):
             init_method=self.config.init_method,
             bias=False,
             gather_output=not self.parallel_output,
-            skip_weight_param_allocation=(
-                self.share_embeddings_and_output_weights and (self.pre_process or self.mtp_process)
-            ),
+            skip_weight_param_allocation=self.share_embeddings_and_output_weights and is_lent,
             embedding_activation_buffer=self.embedding_activation_buffer,
             grad_output_buffer=self.grad_output_buffer,
             tp_group=self.tp_group,
@@ -171,29 +143,27 @@ class GPTModel(PlannedGPT, LanguageModule):
             delay_wgrad_compute=False,
         )
 
-    def set_input_tensor(
-        self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None
-    ) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """What the previous stage sent: [s, b, h], alone or as a list of one; None on the first."""
         if isinstance(input_tensor, list):
             if len(input_tensor) != 1:
-                raise ValueError(f"GPTModel takes 1 input tensor, not {len(input_tensor)}")
+                gpt_model_checks.refuse_inputs(len(input_tensor))
             input_tensor = input_tensor[0]
         self.decoder.set_input_tensor(input_tensor)
 
-    @traced("model-forward", _describe)
+    @traced("model-forward", call_attributes.of_model_forward)
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        decoder_input: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
         *,
         runtime_gather_output: bool | None = None,
-        loss_mask: torch.Tensor | None = None,
+        loss_mask: Tensor | None = None,
         checkpoint_activations_microbatch: bool | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Runs the chunk.
 
         Args:
@@ -212,7 +182,7 @@ class GPTModel(PlannedGPT, LanguageModule):
                 it is not 0.
             checkpoint_activations_microbatch: the schedule's word on recompute for this
                 microbatch, None for the config's. A `forward_step_func` that takes it as third
-                argument passes it on here (see `transformer_block.Recompute.of`).
+                argument passes it on here (see `block_recompute.Recompute.of`).
 
         Returns:
             Last chunk, with labels: the loss of each token, [b, s], float32 (float64 for float64
@@ -221,91 +191,65 @@ class GPTModel(PlannedGPT, LanguageModule):
             Without gradients, nothing is computed for further tokens. Megatron computes it in an
             evaluation too, where nobody reads it.
         """
-        position_ids = self._position_ids(input_ids, position_ids)
         decoder_input, rotary_pos_emb = self._preprocess(input_ids, position_ids, decoder_input)
-        hidden_states = self.decoder(
-            decoder_input,
-            attention_mask,
-            rotary_pos_emb=rotary_pos_emb,
-            checkpoint_activations_microbatch=checkpoint_activations_microbatch,
-        )
+        options = {
+            "rotary_pos_emb": rotary_pos_emb,
+            "checkpoint_activations_microbatch": checkpoint_activations_microbatch,
+        }
+        hidden_states = self.decoder(decoder_input, attention_mask, **options)
         if self.mtp is not None and torch.is_grad_enabled():
-            hidden_states = self.mtp(
-                input_ids,
-                position_ids,
-                hidden_states,
-                attention_mask,
-                rotary_pos_emb=rotary_pos_emb,
-                embedding=self.embedding,
-                checkpoint_activations_microbatch=checkpoint_activations_microbatch,
-            )
+            given = (input_ids, position_ids, hidden_states, attention_mask)
+            hidden_states = self.mtp(*given, embedding=self.embedding, **options)
         if not self.post_process:
             return hidden_states
-        gather = runtime_gather_output
         return self._postprocess(
-            hidden_states, labels, loss_mask=loss_mask, runtime_gather_output=gather
+            hidden_states, labels, loss_mask=loss_mask, runtime_gather_output=runtime_gather_output
         )
 
     def _preprocess(
         self,
-        input_ids: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        decoder_input: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        decoder_input: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
         """What the decoder needs: its input, on the first chunk; rotary angles, or None."""
         if self.pre_process and decoder_input is None:
             if self.cp_group is not None:
-                length, ranks = input_ids.size(1), self.cp_group.size()
-                lengths = (self.max_sequence_length, self.whole_length)
-                check_part_of_sequence(length, ranks, *lengths)
-            positions = self._position_ids(input_ids, position_ids)
-            decoder_input = self.embedding(input_ids, positions)
+                context_parallel_groups.check_part_of_sequence(self, input_ids)
+            if position_ids is None and self.position_embedding_type == "learned_absolute":
+                position_ids = places_of(input_ids, self.cp_group)
+            decoder_input = self.embedding(input_ids, position_ids)
         elif self.pre_process and input_ids is not None:
-            check_embedded(decoder_input, input_ids, self._ranks_of_activations())
+            check_embedded(decoder_input, input_ids, self.num_parts)
         return decoder_input, self._rotary_angles(decoder_input)
-
-    def _position_ids(
-        self, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """`position_ids`; for None, where learned positions need them, those of this rank's tokens."""
-        is_learned = self.position_embedding_type == "learned_absolute"
-        if position_ids is not None or input_ids is None or not is_learned:
-            return position_ids
-        length = input_ids.size(1) * self.config.context_parallel_size
-        places = torch.arange(length, device=input_ids.device)[None]
-        return places if self.cp_group is None else take_part(places, 1, self.cp_group)
 
     def _postprocess(
         self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor | None,
+        hidden_states: Tensor,
+        labels: Tensor | None,
         *,
-        loss_mask: torch.Tensor | None = None,
+        loss_mask: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        output_weight: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output_weight: Tensor | None = None,
+    ) -> Tensor:
         """On the last chunk, from the decoder's output [s, b, h] to what `forward` returns.
 
         With further tokens it takes [(1+K) s, b, h]. `output_weight` stands for the tied weight, if the
         output layer has one.
         """
-        weight = output_weight
-        if weight is None:
-            weight = self.shared_embedding_or_output_weight()
+        tied_weight = self.shared_embedding_or_output_weight
+        weight = tied_weight() if output_weight is None else output_weight
         if self.config.mtp_num_layers is not None and torch.is_grad_enabled():
             hidden_states = process_mtp_loss(self, hidden_states, labels, loss_mask, weight)
         gather = runtime_gather_output if labels is None else False
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=gather)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
-        self.check_labels(labels, loss_mask)
+        if loss_mask is not None:
+            check_labels_have_logits(labels, loss_mask, self.vocab_size)
         return self.compute_language_model_loss(labels, logits)
 
-    def _ranks_of_activations(self) -> int:
-        """How many tensor-parallel ranks share the tokens of an activation."""
-        return self.tp_group.size() if self.config.sequence_parallel else 1
-
-    def _rotary_angles(self, decoder_input: torch.Tensor | None) -> torch.Tensor | None:
+    def _rotary_angles(self, decoder_input: Tensor | None) -> Tensor | None:
         """[s, 1, 1, d'], or [s/c, 1, 1, d']: of this rank's tokens, by their places in the sequence.
 
         Activations may hold 1/t of them.
@@ -313,9 +257,6 @@ class GPTModel(PlannedGPT, LanguageModule):
         activations = decoder_input if self.pre_process else self.decoder.input_tensor
         if self.rotary_pos_emb is None or activations is None:
             return None
-        length = activations.size(0) * self._ranks_of_activations()
-        length *= self.config.context_parallel_size
-        angles = self.rotary_pos_emb(length, device=activations.device)
-        if self.cp_group is None:
-            return angles
-        return get_pos_emb_on_this_cp_rank(angles, 0, self.cp_group)
+        num_parts = self.num_parts * self.config.context_parallel_size
+        angles = self.rotary_pos_emb(activations.size(0) * num_parts, device=activations.device)
+        return angles if self.cp_group is None else take_part(angles, 0, self.cp_group)

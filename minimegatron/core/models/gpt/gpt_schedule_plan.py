@@ -19,6 +19,8 @@ class PlannedGPT:
     config: TransformerConfig
     decoder: Any
     mtp: Any
+    embedding_activation_buffer: list[torch.Tensor] | None = None
+    grad_output_buffer: list[torch.Tensor] | None = None
 
     def build_schedule_plan(
         self,

@@ -19,12 +19,12 @@ from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from minimegatron.core.transformer.module import (
-    Float16Module,
+from minimegatron.core.transformer.block_recompute import Recompute
+from minimegatron.core.transformer.global_names import (
     global_parameter_name,
     named_global_parameters,
 )
-from minimegatron.core.transformer.transformer_block import Recompute
+from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.transformer.zigzag import take_part
 from tests.core.models.gpt_support import (
     CASES,

@@ -7,10 +7,9 @@ import functools
 
 import torch
 
-from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
+from minimegatron.core.transformer.rope_checks import check_turned_width
+from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb  # noqa: F401  as in Megatron
 from minimegatron.core.utils import get_device
-
-__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -35,12 +34,8 @@ class RotaryEmbedding(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
+        check_turned_width(kv_channels, rotary_percent)
         width = int(kv_channels * rotary_percent)
-        if width < 2 or width % 2:
-            raise ValueError(
-                f"kv_channels {kv_channels} x rotary_percent {rotary_percent} turns {width} "
-                "features; they are turned in pairs, so give an even number of 2 or more"
-            )
         # Plain attributes, not buffers: `module.bfloat16()` would round those.
         self.inv_freq = 1.0 / rotary_base ** (
             torch.arange(0, width, 2, dtype=torch.float64) / width

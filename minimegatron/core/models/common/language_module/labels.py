@@ -8,6 +8,15 @@ import torch
 from minimegatron.core.utils import Recording
 
 
+def check_labels_have_logits(
+    labels: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int
+) -> None:
+    """Raises ValueError for a label that counts and has no logit; see `label_without_logit`."""
+    problem = label_without_logit(labels, loss_mask, vocab_size)
+    if problem is not None:
+        raise ValueError(problem)
+
+
 def label_without_logit(
     labels: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int
 ) -> str | None:

@@ -4,8 +4,9 @@ Counterpart: `megatron.core.models.common.language_module.language_module`.
 """
 
 import torch
+from torch import Tensor
 
-from minimegatron.core.models.common.language_module.labels import label_without_logit
+from minimegatron.core.models.common.language_module import language_module_checks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
@@ -24,10 +25,8 @@ class LanguageModule(MegatronModule):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ):
         super().__init__(config)
-        if config.hidden_size == 0:
-            raise ValueError("a model needs the configuration's hidden_size, which is 0; set it")
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        language_module_checks.check_hidden_size(config)
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.pre_process = self.post_process = True
@@ -36,9 +35,7 @@ class LanguageModule(MegatronModule):
         self.whole_length: int | None = None  # of a step's sequences; a schedule tells it
         self.share_embeddings_and_output_weights = False
 
-    def compute_language_model_loss(
-        self, labels: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """The loss of each token: labels [b, s], logits [s, b, v/t] -> [b, s].
 
         float32; float64 for float64 logits. The same on every tensor-parallel rank. Raises ValueError
@@ -47,20 +44,10 @@ class LanguageModule(MegatronModule):
         """
         ranks = self.tp_group.size()
         if self.vocab_size is not None and logits.size(-1) * ranks != self.vocab_size:
-            raise ValueError(
-                f"logits have {logits.size(-1)} columns, but of a vocabulary of {self.vocab_size} each "
-                f"of {ranks} ranks scores {self.vocab_size // ranks}; give this rank's slice"
-            )
+            language_module_checks.refuse_logits(logits, self.vocab_size, ranks)
         labels = labels.transpose(0, 1).contiguous()
         loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())
-
-    def check_labels(self, labels: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
-        """Raises ValueError for a label that counts and has no logit; see `label_without_logit`."""
-        if loss_mask is not None and self.vocab_size is not None:
-            problem = label_without_logit(labels, loss_mask, self.vocab_size)
-            if problem is not None:
-                raise ValueError(problem)
 
     def global_name(self, name: str) -> str:
         """The last stage's copy of a tied embedding has the embedding's name."""
@@ -77,9 +64,8 @@ class LanguageModule(MegatronModule):
         """
         if self.post_process and self.output_layer.weight is not None:
             self.output_layer.weight.is_embedding_or_output_parameter = True
-        is_in_several = (
-            self.share_embeddings_and_output_weights or self.config.mtp_num_layers is not None
-        )
+        is_embedded_twice = self.config.mtp_num_layers is not None
+        is_in_several = self.share_embeddings_and_output_weights or is_embedded_twice
         weight = self.word_embedding_weight()
         if weight is not None and is_in_several and not (self.pre_process and self.post_process):
             weight.shared_embedding = True

@@ -1,0 +1,20 @@
+"""An MLP's output where each token has a weight, as its expert's probability.
+
+Megatron has this in `megatron.core.transformer.mlp.MLP.forward`.
+"""
+
+import torch
+
+
+def scaled_output(
+    linear_fc2: torch.nn.Module, wide: torch.Tensor, per_token_scale: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    """Activations [n, f/t] and a number for each token, [n] -> (output [n, h], no bias to add).
+
+    The activation is multiplied, and the bias too, which is added here.
+    """
+    scale = per_token_scale.unsqueeze(-1)
+    output, bias = linear_fc2((wide * scale).to(wide.dtype))
+    if bias is not None:
+        output = (output + bias * scale).to(output.dtype)
+    return output, None
