@@ -36,6 +36,7 @@ LAYERS = [
         "core.left_out",
         "core.rank_checks",
         "core.scheduler_state",
+        "core.util_checks",
         "exports",
         "moved",
     },
@@ -67,7 +68,8 @@ LAYERS = [
         "core.group_checks",
         "core.pipeline_parallel.loops",
         "core.microbatch_getters",
-        "core.second_subjects",
+        "core.device_choice",
+        "core.subject_fields",
         "core.recorded_graph",
     },
     {"core.model_parallel_config"},
@@ -133,6 +135,7 @@ MEGATRONS_TWICE = ("enums.py", "utils.py")
 OFFERS_OF_NEIGHBOURS = {
     "minimegatron.core.collectives": "minimegatron.core.all_to_all",
     "minimegatron.core.parallel_state": "minimegatron.core.parallel_getters",
+    "minimegatron.core.utils": "minimegatron.core.device_choice",
 }
 """Modules that offer all that a file beside them has, also what is not Megatron's."""
 

@@ -4,6 +4,7 @@ Torch-free. Megatron has this in `NumMicroBatchesCalculator`, which inherits it 
 """
 
 from abc import ABC, abstractmethod
+from typing import NoReturn
 
 
 class BatchSizes(ABC):
@@ -45,3 +46,11 @@ class BatchSizes(ABC):
                 f"data_parallel_size ({self.data_parallel_size}) = {unit}; "
                 f"try {max(size // unit, 1) * unit}, or a smaller micro_batch_size"
             )
+
+
+def refuse_unset() -> NoReturn:
+    """Raises ValueError: the run has no calculator yet."""
+    raise ValueError(
+        "the number of microbatches is not known yet; "
+        "call init_num_microbatches_calculator(...) first"
+    )

@@ -91,6 +91,9 @@ def _with_left_out(function: Callable, name: str) -> Callable:
             args, given = without_left_out(name, names, args, given, num_bound)
         return function(*args, **given)
 
+    for asked in ("cache_clear", "cache_info", "cache_parameters"):  # of `functools.lru_cache`
+        if hasattr(function, asked):
+            setattr(call, asked, getattr(function, asked))
     return call
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from minimegatron.core import knobs
-from minimegatron.core.second_subjects import SecondSubjects, check_sizes
+from minimegatron.core.subject_fields import SubjectFields, check_sizes
 
 knob = partial(knobs.knob, section="parallel")
 
 
 @dataclass
-class ModelParallelConfig(SecondSubjects):
+class ModelParallelConfig(SubjectFields):
     """Sizes of every parallel dimension, precision, and schedule hooks."""
 
     # -- Sizes --

@@ -11,7 +11,7 @@ number is a fact of the whole run, which the schedule's caller and the data side
 import logging
 
 from minimegatron.core.batch_rampup import BatchRampup, rampup_arguments
-from minimegatron.core.batch_sizes import BatchSizes
+from minimegatron.core.batch_sizes import BatchSizes, refuse_unset
 from minimegatron.exports import lazily
 
 logger = logging.getLogger(__name__)
@@ -148,12 +148,9 @@ def _build_num_microbatches_calculator(
     rank: int, rampup_batch_size: list[int] | None, *sizes: int
 ) -> NumMicroBatchesCalculator:
     """The calculator for these sizes, without making it the run's."""
-    if rampup_batch_size is None:
-        calculator = ConstantNumMicroBatchesCalculator(*sizes)
-    else:
-        calculator = RampupBatchsizeNumMicroBatchesCalculator(
-            *sizes, **rampup_arguments(rampup_batch_size)
-        )
+    ramp = {} if rampup_batch_size is None else rampup_arguments(rampup_batch_size)
+    kind = RampupBatchsizeNumMicroBatchesCalculator if ramp else ConstantNumMicroBatchesCalculator
+    calculator = kind(*sizes, **ramp)
     if rank == 0:
         logger.info("%d microbatches per step at first", calculator.get())
     return calculator
@@ -161,10 +158,7 @@ def _build_num_microbatches_calculator(
 
 def _calculator() -> NumMicroBatchesCalculator:
     if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
-        raise ValueError(
-            "the number of microbatches is not known yet; "
-            "call init_num_microbatches_calculator(...) first"
-        )
+        refuse_unset()
     return _GLOBAL_NUM_MICROBATCHES_CALCULATOR
 
 

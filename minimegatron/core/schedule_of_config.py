@@ -13,7 +13,7 @@ from minimegatron.core.orders.orders import (
     get_schedule,
     require_own_name,
 )
-from minimegatron.core.second_subjects import schedule_checks
+from minimegatron.core.subject_fields import schedule_checks
 
 
 def check_schedule(config: Any) -> None:

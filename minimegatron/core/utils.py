@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.core import util_checks
 from minimegatron.exports import lazily
 
 # Megatron has these functions here. In this package each stands with what it works on.
@@ -19,6 +20,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "StragglerDetector": "minimegatron.core.straggler_detector:StragglerDetector",
+        "choose_backend": "minimegatron.core.device_choice:choose_backend",
         "configure_nvtx_profiling": "minimegatron.core.nvtx_ranges:configure_nvtx_profiling",
         "drain_embedding_wgrad_compute": (
             "minimegatron.core.tensor_parallel.weight_grad_store:drain_embedding_wgrad_compute"
@@ -32,6 +34,7 @@ __getattr__, __dir__ = lazily(
         "get_pg_rank": "minimegatron.core.missing_groups:get_pg_rank",
         "get_pg_size": "minimegatron.core.missing_groups:get_pg_size",
         "get_pg_src_rank": "minimegatron.core.missing_groups:get_pg_src_rank",
+        "has_gpu_for_each": "minimegatron.core.device_choice:has_gpu_for_each",
         "init_method_normal": (
             "minimegatron.core.transformer.transformer_config:init_method_normal"
         ),
@@ -45,6 +48,7 @@ __getattr__, __dir__ = lazily(
         "scaled_init_method_normal": (
             "minimegatron.core.transformer.transformer_config:scaled_init_method_normal"
         ),
+        "set_device": "minimegatron.core.device_choice:set_device",
     },
 )
 
@@ -81,11 +85,11 @@ def get_attr_wrapped_model(
     RuntimeError if no layer has it.
     """
     if isinstance(model, list):
-        raise ValueError(f"model is a list of {len(model)} chunks; ask each chunk for {attr!r}")
+        util_checks.refuse_chunks(model, attr)
     layer = model
     while not (hasattr(layer, attr) if allow_none else getattr(layer, attr, None) is not None):
         if not hasattr(layer, "module"):
-            raise RuntimeError(f"neither {type(model).__name__} nor what it wraps has {attr!r}")
+            util_checks.refuse_without(model, attr)
         layer = layer.module
     return layer if return_model_obj else getattr(layer, attr)
 
@@ -133,11 +137,7 @@ def get_model_type(model: torch.nn.Module) -> Any:
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Raises ValueError, with the nearest sizes that work, unless the division comes out even."""
     if numerator % denominator:
-        below = numerator // denominator * denominator
-        raise ValueError(
-            f"{numerator} is not divisible by {denominator}; "
-            f"the nearest sizes that are: {below} and {below + denominator}"
-        )
+        util_checks.refuse_division(numerator, denominator)
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -152,39 +152,11 @@ def divide(numerator: int, denominator: int) -> int:
 _device: torch.device | None = None
 
 
-def set_device(name: str = "auto", local_rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """Chooses this process's device, once, before it makes tensors; returns the choice.
-
-    "cpu" is the CPU, "cuda" a GPU, "auto" a GPU where this machine has one for each of its
-    `num_ranks` ranks. With "cuda", local rank r takes GPU r mod n of n GPUs, so that ranks share when
-    they outnumber the GPUs. Raises ValueError for another name, and for "cuda" on a machine without
-    a usable GPU.
-    """
-    global _device
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f'device is {name!r}; use "auto", "cpu" or "cuda"')
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device is "cuda" but torch finds no usable GPU here; use "cpu" or "auto"')
-    if name == "auto":
-        enough = has_gpu_for_each(num_ranks) and torch.cuda.is_available()
-        name = "cuda" if enough else "cpu"
-    if name == "cpu":
-        _device = torch.device("cpu")
-    else:
-        _device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(_device)
-    return _device
-
-
 def get_device() -> torch.device:
     """This process's device; chosen as by `set_device("auto")` if nobody has chosen."""
-    return set_device() if _device is None else _device
-
-
-def has_gpu_for_each(num_ranks: int) -> bool:
-    """Whether torch sees a GPU for each of this machine's ranks. Counting them takes none of their
-    memory."""
-    return torch.cuda.device_count() >= num_ranks
+    if _device is None:
+        return __getattr__("set_device")()
+    return _device
 
 
 def device_is_asynchronous() -> bool:
@@ -199,16 +171,6 @@ class Recording:
     """Whether a step is being recorded: then its numbers, even on a CPU, are not to be looked at."""
 
     is_on = False
-
-
-def choose_backend(local_world_size: int) -> str:
-    """The `torch.distributed` backend for this machine's `local_world_size` ranks.
-
-    "nccl" where each rank has a GPU of its own (NCCL refuses two ranks on one GPU), else "gloo", in
-    whose place `minimegatron.backend.in_place_of` puts this package's own.
-    """
-    own_gpu = get_device().type == "cuda" and has_gpu_for_each(local_world_size)
-    return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
@@ -234,10 +196,7 @@ def without_graph(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"create_graph=True, but {backward.__qualname__} cannot be differentiated again; take "
-                "gradients of gradients of a model of torch's own layers, without recomputation"
-            )
+            util_checks.refuse_graph_of(backward)
         return backward(ctx, *grads)
 
     return checked

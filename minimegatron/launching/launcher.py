@@ -32,9 +32,9 @@ import torch.distributed as dist
 
 from minimegatron.backend import in_place_of
 from minimegatron.core.datasets.utils import DataError
+from minimegatron.core.device_choice import choose_backend, set_device
 from minimegatron.core.network import keep_to_loopback, loopback_address
 from minimegatron.core.output import keep_printing, take_numbers
-from minimegatron.core.utils import choose_backend, set_device
 from minimegatron.doctor.advice import headline, render_stacks
 from minimegatron.doctor.findings import MISMATCH, NOBODY, STUCK, UNKNOWN, Diagnosis
 from minimegatron.doctor.flight_recorder import turn_on_recorder

@@ -20,7 +20,7 @@ from minimegatron.core import collectives, parallel_state
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.inference.communication_utils import broadcast_from_last_pipeline_stage
 from minimegatron.core.rerun_state_machine import RerunDataIterator
-from minimegatron.core.second_subjects import enter_hooks
+from minimegatron.core.subject_fields import enter_hooks
 from minimegatron.core.utils import get_device
 from minimegatron.rl.rl_utils import calculate_grpo_advantages, logprobs_forward_step
 from minimegatron.rl.rollout import Answers, generate_answers

@@ -26,7 +26,7 @@ from minimegatron.core.knobs import Knob
 from minimegatron.core.left_out_record import known_fields
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.orders.orders import get_schedule
-from minimegatron.core.second_subjects import enter_hooks
+from minimegatron.core.subject_fields import enter_hooks
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )

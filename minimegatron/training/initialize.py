@@ -15,17 +15,14 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.doctor.session import watch_ranks
 from minimegatron.exports import lazily
-from minimegatron.training import failures
 from minimegatron.training.arguments import params_dtype, parse_args
 from minimegatron.training.captured_step import describe_graph
 from minimegatron.training.config import Arguments
 from minimegatron.training.devices import warn_of_slow_attention
-from minimegatron.training.ending import end_properly
 from minimegatron.training.global_vars import get_train_state, set_global_variables
 from minimegatron.training.pipeline_schedule import pipeline_placement
-from minimegatron.training.process_group import init_process_group, refuse
+from minimegatron.training.process_group import begin_process, refuse, watch_processes
 from minimegatron.training.reruns import iterations_to_skip, make_rerun_state_machine
 from minimegatron.training.utils import print_rank_0
 
@@ -73,9 +70,7 @@ def _initialize_distributed(
     """Device, default process group, all other groups; then every rank knows every other."""
     ours = not dist.is_initialized()
     if ours:
-        end_properly()
-        failures.watch_launcher()
-        init_process_group(args)
+        begin_process(args)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -90,9 +85,7 @@ def _initialize_distributed(
         pipeline_placement=pipeline_placement(args),
     )
     if ours:
-        failures.watch_peers()
-        if args.hang_timeout is not None:
-            watch_ranks(args.hang_timeout, os.environ.get("MASTER_ADDR", "localhost"))
+        watch_processes(args)
     c = args.context_parallel_size
     context = f"context {c} x " if c > 1 else ""
     print_rank_0(

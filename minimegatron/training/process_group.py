@@ -15,17 +15,20 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.backend import in_place_of
+from minimegatron.core.device_choice import set_device
 from minimegatron.core.network import (
     check_interfaces,
     gloo_address_note,
     keep_to_loopback,
     loopback_address,
 )
-from minimegatron.core.utils import set_device
 from minimegatron.doctor.flight_recorder import turn_on_recorder
+from minimegatron.doctor.session import watch_ranks
+from minimegatron.training import failures
 from minimegatron.training.captured_step import check_ranks_of_graph
 from minimegatron.training.config import Arguments
 from minimegatron.training.devices import agree_on_device, name_of_gpu
+from minimegatron.training.ending import end_properly
 from minimegatron.training.rendezvous import find_each_other, ranks_of_environment
 
 BAD_ARGUMENTS = 2
@@ -74,6 +77,20 @@ def init_process_group(args: Arguments) -> None:
         timeout=timeout,
         store=store,
     )
+
+
+def begin_process(args: Arguments) -> None:
+    """Before any other group: how this process ends, who watches its launcher, the default group."""
+    end_properly()
+    failures.watch_launcher()
+    init_process_group(args)
+
+
+def watch_processes(args: Arguments) -> None:
+    """When all groups are there: the other ranks are watched, and what they wait for."""
+    failures.watch_peers()
+    if args.hang_timeout is not None:
+        watch_ranks(args.hang_timeout, os.environ.get("MASTER_ADDR", "localhost"))
 
 
 def refuse(reason: Exception, speaker: str = "RANK") -> NoReturn:

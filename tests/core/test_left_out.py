@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import pickle
@@ -240,3 +241,12 @@ def test_a_program_of_a_recorded_module_runs():
     """`python -m` asks the loader for code."""
     name = "minimegatron.core.num_microbatches_calculator"
     assert runpy.run_module(name, run_name="program")["NumMicroBatchesCalculator"]
+
+
+def test_a_cache_of_what_is_recorded_can_be_emptied():
+    """As frameworks do with the rotary angles; the door stands outside `functools.lru_cache`."""
+    calls = []
+    cached = accept_left_out(functools.lru_cache(lambda number: calls.append(number)))
+    assert cached(2) is cached(2) is None and cached.cache_info().hits == 1
+    cached.cache_clear()
+    assert cached(2) is None and calls == [2, 2]

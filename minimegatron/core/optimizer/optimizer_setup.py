@@ -26,7 +26,7 @@ from minimegatron.core.optimizer.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
 from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.second_subjects import enter_hooks
+from minimegatron.core.subject_fields import enter_hooks
 from minimegatron.core.tensor_parallel.random import check_same_dropout
 
 

@@ -17,6 +17,17 @@ from minimegatron.core.tracing import traced
 class MessageBatches:
     """The part of `P2PCommunicator` that shared memory and equal sizes do not need."""
 
+    _unfinished_sends: dict
+
+    def _kept(self, message: Any) -> Any:
+        # A view of its own: freeing the output's `.data` must not touch what is sent.
+        return message._replace(tensor=message.tensor.detach().contiguous())
+
+    def _finish_kept(self) -> None:
+        for unfinished in self._unfinished_sends.values():
+            while unfinished:
+                unfinished.popleft().wait()
+
     def start_batch(self, messages: list) -> list:
         """Starts all messages together: none waits for another of its batch."""
         if not messages:  # NCCL refuses an empty batch

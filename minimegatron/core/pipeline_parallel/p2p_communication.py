@@ -210,10 +210,9 @@ class P2PCommunicator(MessageBatches):
 
     def finish(self) -> None:
         """Waits until everything sent has left this stage. Raises ConnectionError if it cannot."""
+        if self._keeps_sent:
+            self._finish_kept()
         for unfinished in self._unfinished_sends.values():
-            if self._keeps_sent:
-                while unfinished:
-                    unfinished.popleft().wait()
             for send in unfinished:
                 send.is_old = True
 
@@ -378,9 +377,7 @@ class P2PCommunicator(MessageBatches):
                     if runs_on and len(unfinished) >= self.send_limit:
                         self._make_room(unfinished)
                     if self._keeps_sent:
-                        # A view of its own: freeing the output's `.data` must not touch what is sent.
-                        tensor = message.tensor.detach().contiguous()
-                        message = message._replace(tensor=tensor)
+                        message = self._kept(message)
                 else:
                     message = self._with_memory(message)
                 ready.append(message)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from minimegatron.core import knobs
 from minimegatron.core.collectives import all_reduce
 from minimegatron.core.orders.orders import placement_of
-from minimegatron.core.second_subjects import enter_hooks
+from minimegatron.core.subject_fields import enter_hooks
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,

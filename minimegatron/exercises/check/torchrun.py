@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from minimegatron.backend import in_place_of
-from minimegatron.core.utils import set_device
+from minimegatron.core.device_choice import set_device
 from minimegatron.doctor.session import stop_watching, watch_ranks
 from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check.engine import Sheet, exercise_of, replay_path

@@ -137,9 +137,9 @@ FAULTS = (
     ),
     Fault(
         "freed-while-being-sent",
-        _PP + "p2p_communication.py",
-        "tensor = message.tensor.detach().contiguous()",
-        "tensor = message.tensor",
+        _PP + "message_batches.py",
+        "tensor=message.tensor.detach().contiguous()",
+        "tensor=message.tensor",
         "The message shares the output that is freed next; one that is slow to leave has one element.",
     ),
     Fault(

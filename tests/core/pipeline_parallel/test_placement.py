@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from minimegatron.core import model_parallel_config, second_subjects
+from minimegatron.core import model_parallel_config, subject_fields
 from minimegatron.core.orders.orders import (
     placement_of,
     register_order,
@@ -128,7 +128,7 @@ def test_a_config_of_no_schedule_is_refused_also_if_it_was_made_before_there_wer
     unknown = {"pipeline_schedule": "nonsense"}
     with pytest.raises(ValueError, match="unknown schedule 'nonsense'"):
         model_parallel_config.ModelParallelConfig(**unknown)
-    monkeypatch.setattr(second_subjects, "schedule_checks", [])
+    monkeypatch.setattr(subject_fields, "schedule_checks", [])
     config = model_parallel_config.ModelParallelConfig(**unknown)
     with pytest.raises(ValueError, match="unknown schedule 'nonsense'"):
         check_stages(config, 1)

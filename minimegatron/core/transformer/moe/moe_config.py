@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from minimegatron.core import knobs
-from minimegatron.core.second_subjects import enter_hooks
+from minimegatron.core.subject_fields import enter_hooks
 from minimegatron.core.transformer.moe.expert_bias import forget_step, update_biases
 from minimegatron.core.transformer.moe.layer_words import number_or_list
 from minimegatron.core.transformer.moe.moe_logging import describe_balance

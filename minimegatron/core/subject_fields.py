@@ -35,7 +35,7 @@ def enter_hooks(config: Any, is_wanted: bool, hooks: dict[str, tuple[Callable, .
 
 
 @dataclass(kw_only=True)
-class SecondSubjects:
+class SubjectFields:
     """The fields of `ModelParallelConfig` for these; each as there."""
 
     pipeline_schedule: str | None = knob()
