@@ -101,6 +101,17 @@ def functions_of(source: str) -> list[_Function]:
     return [_function(node, name, code) for name, node in _named(ast.parse(source))]
 
 
+def num_statements(source: str) -> int:
+    """All statements of a file, also those inside others; without docstrings."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    return sum(not _is_text(node) for node in nodes)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
+
+
 def _named(node: ast.AST, inside: str = "") -> Iterator[tuple[str, Function]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function | ast.ClassDef):

@@ -37,7 +37,7 @@ import minimegatron
 from minimegatron import pretrain_gpt
 from minimegatron.training import progress, training
 from tests.code_recorder import WIRE, Call, Record, Recorder, wire_noted
-from tests.code_shares import Shares, shares_of
+from tests.code_shares import Shares, num_statements, shares_of
 from tests.plain_walks import (
     Calls,
     Length,
@@ -292,6 +292,9 @@ def figures_of(records: Records) -> dict[str, int]:
     """By name: all that is capped. The less of each, the better."""
     found, rooms = shares_in(records.everything, spine_files()), room_files()
     figures = {
+        "spine: files": len(spine_files()),
+        "spine: lines": found.num_lines,
+        "spine: statements": sum(num_statements((PACKAGE / x).read_text()) for x in spine_files()),
         "spine: lines executed": found.executed,
         "spine: lines of branches never taken": found.dead,
         "spine: lines of functions never entered": found.never_entered,

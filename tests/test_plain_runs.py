@@ -187,6 +187,54 @@ def test_each_line_of_the_spine_is_counted_once(records):
     assert found.num_lines == sum(link.num_lines for link in spine.read_spine())
 
 
+MOST_UNENTERED = 30
+UNENTERED = {
+    "core/rank_generator.py: RankGenerator.coordinates": "what the grid of ranks is; exercise 1",
+    "core/rank_generator.py: default_embedding_ranks": "Megatron's rule; this program has its own",
+    "core/collectives.py: abandon": "the fourth edge of a step, beside begin, meet and end",
+    "core/pipeline_parallel/loops.py: InterleavedRun._exchange_both": (
+        "the same loop where messages do not overlap, which needs three stages"
+    ),
+    "core/pipeline_parallel/step_frame.py: StepFrame.let_all_go": "what a failed step must not keep",
+    "core/pipeline_parallel/schedule_table.py: get_num_warmup_microbatches": (
+        "the formula that the exam and exercise 5 ask for"
+    ),
+    "core/pipeline_parallel/schedule_table.py: convert_schedule_table_to_order": (
+        "a whole interleaved step as one list: what the loop does, to look at"
+    ),
+    "core/pipeline_parallel/p2p_communication.py: Handle.wait": "a protocol",
+    "core/pipeline_parallel/p2p_communication.py: P2PCommunicator.__deepcopy__": (
+        "a communicator is not copied with its groups"
+    ),
+    "core/pipeline_parallel/p2p_communication.py: P2PCommunicator.abandon": (
+        "the third edge of a step, beside begin_step and finish"
+    ),
+    (
+        "core/pipeline_parallel/p2p_communication.py: "
+        "P2PCommunicator.send_forward_backward_recv_forward_backward"
+    ): "one of the nine methods, for interleaving without overlap",
+    "core/tensor_parallel/mappings.py: _CopyToModelParallelRegion.forward": (
+        "with reduce, the conjugate pair that exercise 2 asks for"
+    ),
+    "core/tensor_parallel/mappings.py: _CopyToModelParallelRegion.backward": "likewise",
+    "core/tensor_parallel/mappings.py: copy_to_tensor_model_parallel_region": "likewise",
+    "core/distributed/param_and_grad_buffer.py: _ParamAndGradBuffer.scale_gradients": (
+        "Megatron's method, with which gradients are divided by tokens"
+    ),
+    "core/optimizer/optimizer.py: MegatronOptimizer._make_shard": "abstract: each kind has its own",
+    "core/utils.py: get_model_type": "Megatron's, beside get_model_config",
+}
+"""Functions of the spine that none of the five runs enters, and why they stay."""
+
+
+def test_each_function_of_the_spine_is_entered_or_has_its_reason(records):
+    files = spine_files()
+    found = {f"{x}: {name}" for x in files for name in shares_in(records.everything, [x]).unused}
+    assert found == UNENTERED.keys()
+    assert len(UNENTERED) <= MOST_UNENTERED
+    assert min(map(len, UNENTERED.values())) >= 8
+
+
 # -- The runs are what they say --
 
 WITNESSES = {
