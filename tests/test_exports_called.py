@@ -143,6 +143,7 @@ DISTRIBUTED: dict[str, Call] = {
 }
 
 MODELS: dict[str, Call] = {
+    "LanguageModelEmbedding": lambda kind: kind(config(), 32, 4)(TOKENS, TOKENS),
     "RotaryEmbedding": lambda kind: kind(4)(3),
     "apply_rotary_pos_emb": lambda f: f(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4)),
     "GPTModel": lambda kind: gpt()(

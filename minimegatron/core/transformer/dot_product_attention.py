@@ -50,12 +50,10 @@ class DotProductAttention(MegatronModule):
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
-        self.attention_dropout = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
-        self.cp_comm_type, self.cp_group, self._attend = way_to_attend(
-            _attend, self, cp_comm_type, pg_collection
-        )
+        given = attention_dropout
+        self.attention_dropout = config.attention_dropout if given is None else given
+        way = way_to_attend(_attend, self, cp_comm_type, pg_collection)
+        self.cp_comm_type, self.cp_group, self._attend = way
 
     def _mask(
         self, attention_mask: Tensor | None, s_q: int, s_k: int

@@ -13,7 +13,12 @@ from minimegatron.core.transformer.layer_placement import (
 from minimegatron.core.transformer.submodules import TransformerBlockSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["get_num_layers_to_build", "get_transformer_layer_offset"]
+__all__ = [
+    "TransformerBlockSubmodules",
+    "get_block_submodules",
+    "get_num_layers_to_build",
+    "get_transformer_layer_offset",
+]
 
 
 def pipeline_rank(config: TransformerConfig, pp_rank: int | None) -> int:

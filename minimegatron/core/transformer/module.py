@@ -48,8 +48,7 @@ class MegatronModule(ModuleState):
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
             if hasattr(param, "init_method"):
                 group = tensor_group(param, pg_collection)
-                rank, size = group.rank(), group.size()
-                draw_named_weight(param, name, self.config.init_seed, rank, size)
+                draw_named_weight(param, name, self.config.init_seed, group.rank(), group.size())
         note_marks(self)
 
 

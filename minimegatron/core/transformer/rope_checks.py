@@ -14,11 +14,12 @@ def refuse_angles(freqs: torch.Tensor, t: torch.Tensor) -> None:
     )
 
 
-def check_turned_width(kv_channels: int, rotary_percent: float) -> None:
-    """Raises ValueError unless this share of a head's features is an even number of 2 or more."""
+def turned_width(kv_channels: int, rotary_percent: float) -> int:
+    """This share of a head's features. Raises ValueError unless it is an even number of 2 or more."""
     width = int(kv_channels * rotary_percent)
     if width < 2 or width % 2:
         raise ValueError(
             f"kv_channels {kv_channels} x rotary_percent {rotary_percent} turns {width} "
             "features; they are turned in pairs, so give an even number of 2 or more"
         )
+    return width

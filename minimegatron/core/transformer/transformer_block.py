@@ -11,18 +11,18 @@ import torch
 from minimegatron.core.process_groups_config import ProcessGroupCollection, num_stages_of, stage_of
 from minimegatron.core.schedule_of_config import other_num_stages
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from minimegatron.core.transformer import layers_of_rank
 from minimegatron.core.transformer.block_recompute import recomputed_forward
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
-from minimegatron.core.transformer.layers_of_rank import (
-    get_block_submodules,
-    get_num_layers_to_build,  # noqa: F401  Megatron has it here
-)
 from minimegatron.core.transformer.module import MegatronModule, PartOfModuleList
 from minimegatron.core.transformer.spec_utils import build_module
-from minimegatron.core.transformer.submodules import TransformerBlockSubmodules  # noqa: F401
 from minimegatron.core.transformer.transformer_block_checks import refuse_no_input
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.exports import all_of
+
+# Megatron has them here.
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.layers_of_rank")
 
 
 def dropout_rng(config: TransformerConfig, is_training: bool) -> Any:
@@ -67,7 +67,7 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
         self.post_process = post_process
         self.vp_stage = vp_stage
         self.input_tensor: torch.Tensor | None = None
-        submodules = get_block_submodules(config, spec, vp_stage, stage)
+        submodules = layers_of_rank.get_block_submodules(config, spec, vp_stage, stage)
         options = {"config": config, "pg_collection": pg_collection, "vp_stage": vp_stage}
         layers = (
             build_module(layer_spec, layer_number=number, **options)

@@ -110,10 +110,9 @@ class TransformerConfig(LateFields, SecondSubjects, ModelParallelConfig):
             self.num_query_groups = self.num_attention_heads
         transformer_config_checks.check_sizes(self)
         self.check_subjects()
+        std = self.init_method_std
         if self.init_method is None:
-            self.init_method = init_method_normal(self.init_method_std)
+            self.init_method = init_method_normal(std)
         if self.output_layer_init_method is None:
-            self.output_layer_init_method = scaled_init_method_normal(
-                self.init_method_std, self.num_layers
-            )
+            self.output_layer_init_method = scaled_init_method_normal(std, self.num_layers)
         note_made(self)

@@ -56,9 +56,8 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
     ):
         super().__init__(config)
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self.layer_number = layer_number + num_layers_before_chunk(
-            config, vp_stage, stage_of(pg_collection.pp)
-        )
+        before = num_layers_before_chunk(config, vp_stage, stage_of(pg_collection.pp))
+        self.layer_number = before + layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         norm = {
             "config": config,

@@ -105,12 +105,9 @@ class GPTModel(PlannedGPT, LanguageModule):
                     position_embedding_type,
                     tp_group=self.tp_group,
                 )
+            place = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
             self.decoder = self._build_decoder(
-                transformer_layer_spec,
-                pre_process=pre_process,
-                post_process=post_process,
-                pg_collection=self.pg_collection,
-                vp_stage=vp_stage,
+                transformer_layer_spec, pg_collection=self.pg_collection, **place
             )
             self.mtp = build_mtp_block(self, mtp_block_spec)
             if post_process:
@@ -192,10 +189,8 @@ class GPTModel(PlannedGPT, LanguageModule):
             evaluation too, where nobody reads it.
         """
         decoder_input, rotary_pos_emb = self._preprocess(input_ids, position_ids, decoder_input)
-        options = {
-            "rotary_pos_emb": rotary_pos_emb,
-            "checkpoint_activations_microbatch": checkpoint_activations_microbatch,
-        }
+        word = checkpoint_activations_microbatch
+        options = {"rotary_pos_emb": rotary_pos_emb, "checkpoint_activations_microbatch": word}
         hidden_states = self.decoder(decoder_input, attention_mask, **options)
         if self.mtp is not None and torch.is_grad_enabled():
             given = (input_ids, position_ids, hidden_states, attention_mask)

@@ -49,9 +49,8 @@ class LanguageModelEmbedding(MegatronModule):
         self.num_parts = self.tp_group.size() if config.sequence_parallel else 1
         # Positions and types are added to whole sequences; without them, the sum over vocabulary
         # shards may scatter the sequence at once.
-        self.reduce_scatter_embeddings = (
-            config.sequence_parallel and not self.add_position_embedding and num_tokentypes == 0
-        )
+        adds_nothing = not self.add_position_embedding and num_tokentypes == 0
+        self.reduce_scatter_embeddings = config.sequence_parallel and adds_nothing
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,

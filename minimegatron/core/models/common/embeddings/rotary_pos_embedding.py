@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from minimegatron.core.transformer.rope_checks import check_turned_width
+from minimegatron.core.transformer.rope_checks import turned_width
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb  # noqa: F401  as in Megatron
 from minimegatron.core.utils import get_device
 
@@ -34,12 +34,10 @@ class RotaryEmbedding(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
-        check_turned_width(kv_channels, rotary_percent)
-        width = int(kv_channels * rotary_percent)
+        width = turned_width(kv_channels, rotary_percent)
         # Plain attributes, not buffers: `module.bfloat16()` would round those.
-        self.inv_freq = 1.0 / rotary_base ** (
-            torch.arange(0, width, 2, dtype=torch.float64) / width
-        )
+        exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+        self.inv_freq = 1.0 / rotary_base**exponents
         self.dtype = dtype
 
     # A step asks for the same length once per microbatch. RL frameworks call `forward.cache_clear()`.

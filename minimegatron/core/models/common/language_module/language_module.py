@@ -30,10 +30,10 @@ class LanguageModule(MegatronModule):
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.pre_process = self.post_process = True
-        self.mtp_process = False  # whether this chunk predicts further tokens
+        # The first: whether this chunk predicts further tokens.
+        self.mtp_process = self.share_embeddings_and_output_weights = False
         self.vocab_size: int | None = None  # global; models set it
         self.whole_length: int | None = None  # of a step's sequences; a schedule tells it
-        self.share_embeddings_and_output_weights = False
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """The loss of each token: labels [b, s], logits [s, b, v/t] -> [b, s].
