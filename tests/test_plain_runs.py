@@ -200,6 +200,8 @@ UNENTERED = {
     "core/pipeline_parallel/loops.py: InterleavedRun._exchange_both": (
         "the same loop where messages do not overlap, which needs three stages"
     ),
+    "core/pipeline_parallel/step_frame.py: GradSync.launch": "for schedules that set the moment",
+    "core/pipeline_parallel/step_frame.py: of_chunk": "likewise",
     "core/pipeline_parallel/step_frame.py: StepFrame.let_all_go": "what a failed step must not keep",
     "core/pipeline_parallel/schedule_table.py: get_num_warmup_microbatches": (
         "the formula that the exam and exercise 5 ask for"

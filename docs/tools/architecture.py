@@ -7,7 +7,7 @@ import pictures
 from package import Package
 
 ORDERS = "core.orders"
-OF_ORDERS = ("loops", "schedule_table")
+OF_ORDERS = ("interleaving_checks", "loop_of_pairs", "loops", "schedule_table")
 """Of core.pipeline_parallel, what plans need too: without torch, as schedules are data there."""
 RUNNER = ("planned_schedule", "runnable", "shared_step")
 """Of core.orders, what trains: `schedules` chooses it, as one of its own."""

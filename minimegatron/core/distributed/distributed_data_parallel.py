@@ -252,8 +252,9 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
                 self.param_to_bucket_group, self.pg_collection, not self._grads_came
             )
         buckets = [bucket for group in self.all_bucket_groups for bucket in group.buckets]
-        if noted := [bucket for bucket in buckets if bucket.noted is not None]:
-            grad_checks.raise_for_noted_grads(noted)
+        noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
+        if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
+            grad_checks.raise_for_noted_grads(buckets)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's; RuntimeError where parts of it are missing and no hook gathers them."""

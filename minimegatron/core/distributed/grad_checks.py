@@ -49,10 +49,9 @@ def judge_bucket(bucket: Any, machine: Any, is_asynchronous: bool) -> None:
 
 def raise_for_noted_grads(buckets: Sequence[Any]) -> None:
     """Raises what `judge_bucket` raises, for what it has noted of these buckets."""
-    if torch.cat([bucket.noted for bucket in buckets]).isfinite().all():
-        return
     for bucket in buckets:
-        if any(kinds := [*map(_kind_of_bad, bucket.noted.tolist())]):
+        kinds = [] if bucket.noted is None else [*map(_kind_of_bad, bucket.noted.tolist())]
+        if any(kinds):
             raise RuntimeError(words_of(bucket, kinds))
 
 

@@ -12,13 +12,13 @@ Megatron has no such module: there these lines stand in each schedule.
 | the step ends     | `grad_sync_func` for what is left; computes deferred weight gradients         |
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.step_frame import StepFrame
+from minimegatron.core.pipeline_parallel.step_frame import StepFrame, of_chunk
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.tensor_parallel.weight_grad_store import (
     finish_embedding_wgrad_compute,
@@ -92,10 +92,8 @@ class HookedFrame(StepFrame):
         super().finalize()
 
     def _launch(self, chunk_id: int) -> None:
-        if self.config.grad_sync_func is not None:
-            of_chunk(self.config.grad_sync_func, self.chunks[chunk_id].vp_stage or 0)(
-                self.chunks[chunk_id].model.parameters()
-            )
+        chunk = self.chunks[chunk_id]
+        self.grad_sync.launch(chunk.model, chunk.vp_stage)
 
 
 class ParamSync:
@@ -129,11 +127,6 @@ class ParamSync:
     def _gather(self, models: list[torch.nn.Module], chunk_id: int) -> None:
         if self._functions is not None:
             of_chunk(self._functions, chunk_id)(models[chunk_id].parameters())
-
-
-def of_chunk(hook: Callable | list[Callable], chunk_id: int) -> Callable:
-    """A hook of the config: one function for all chunks, or a list with one for each."""
-    return hook[chunk_id] if isinstance(hook, list) else hook
 
 
 def clear_embedding_activation_buffer(

@@ -114,12 +114,12 @@ def get_forward_backward_func(
     if pp_size is None:
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    if vp_size is None and (pp_size > 1 or pipeline_schedule == ONE_F_ONE_B):
-        name, function = ONE_F_ONE_B, forward_backward_pipelining_without_interleaving
-    elif pp_size == 1:
+    if pp_size == 1 and (pipeline_schedule != ONE_F_ONE_B or vp_size is not None):
         name, function = NO_PIPELINING, forward_backward_no_pipelining
-    else:
+    elif vp_size is not None:
         name, function = INTERLEAVED, forward_backward_pipelining_with_interleaving
+    else:
+        name, function = ONE_F_ONE_B, forward_backward_pipelining_without_interleaving
     if pipeline_schedule in (None, name):
         return function
     check_fits(pipeline_schedule, pp_size, vp_size, name)

@@ -152,6 +152,7 @@ class GradSync:
         no_sync = config.no_sync_func
         functions = no_sync if isinstance(no_sync, list) else [no_sync]
         self._functions = [function for function in functions if function is not None]
+        self._grad_sync_func = config.grad_sync_func
         self._held: contextlib.ExitStack | None = None
         self.disable()
 
@@ -168,6 +169,16 @@ class GradSync:
         if self._held is not None:
             held, self._held = self._held, None
             held.close()
+
+    def launch(self, model: torch.nn.Module, chunk_id: int | None = None) -> None:
+        """Sends a model's gradients now, if that moment is the schedule's to choose."""
+        if self._grad_sync_func is not None:
+            of_chunk(self._grad_sync_func, chunk_id or 0)(model.parameters())
+
+
+def of_chunk(hook: Callable | list[Callable], chunk_id: int) -> Callable:
+    """A hook of the config: one function for all chunks, or a list with one for each."""
+    return hook[chunk_id] if isinstance(hook, list) else hook
 
 
 # -- Groups, where the caller gives none --

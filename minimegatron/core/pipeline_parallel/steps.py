@@ -388,7 +388,7 @@ class ModelChunk:
         self._num_forwards, self.num_backwards_left = 0, num_microbatches  # of this step
         # A backward here has no place of its own for weight gradients: what it leaves follows it.
         is_deferring = self.config.delay_wgrad_compute or self.config.defer_embedding_wgrad_compute
-        self._backward = (
+        self._backward_step = (
             weight_gradients_at_once()(backward_step) if is_deferring else backward_step
         )
         self._same_for_all = {name: vars(self)[name] for name in SAME_FOR_ALL}
@@ -445,7 +445,8 @@ class ModelChunk:
         Returns the gradient of its input.
         """
         input_tensor, output_tensor = self.begin_backward(microbatch_id)
-        grad = self._backward(input_tensor, output_tensor, output_tensor_grad, None, self.config)
+        tensors = (input_tensor, output_tensor, output_tensor_grad)
+        grad = self._backward_step(*tensors, None, self.config)
         self.finish_backward()
         return grad
 

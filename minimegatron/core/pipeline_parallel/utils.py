@@ -6,17 +6,14 @@ Counterpart: `megatron.core.pipeline_parallel.utils`.
 import torch.distributed as dist
 
 from minimegatron.core.pipeline_parallel.failed_step import schedule
-from minimegatron.core.pipeline_parallel.hooked_frame import (
-    clear_embedding_activation_buffer,
-    of_chunk,
-)
+from minimegatron.core.pipeline_parallel.hooked_frame import clear_embedding_activation_buffer
 from minimegatron.core.pipeline_parallel.p2p_communication import get_tensor_shapes
 from minimegatron.core.pipeline_parallel.schedule_node import (
     AbstractSchedulePlan,
     NoopScheduleNode,
     ScheduleNode,
 )
-from minimegatron.core.pipeline_parallel.step_frame import GradSync, finish_step
+from minimegatron.core.pipeline_parallel.step_frame import GradSync, finish_step, of_chunk
 from minimegatron.core.tensor_parallel.weight_grad_store import finish_embedding_wgrad_compute
 from minimegatron.core.utils import unwrap_model
 

@@ -232,9 +232,9 @@ FAULTS = (
     Fault(
         "bias-on-every-rank",
         _TP + "layers.py",
-        "output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)",
+        "output = reduce_from_tensor_model_parallel_region(output, self.tp_group)",
         "output = reduce_from_tensor_model_parallel_region("
-        "output_parallel + (0 if self.bias is None else self.bias), self.tp_group)",
+        "output + (0 if self.bias is None else self.bias), self.tp_group)",
         "The row-parallel bias is added to each rank's term before the sum, and once more after it: "
         "t + 1 times. While biases are 0 the loss is right, but the bias's gradient is doubled.",
     ),

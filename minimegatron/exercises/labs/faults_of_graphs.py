@@ -71,7 +71,7 @@ FAULTS_OF_GRAPHS = (
     ),
     Fault(
         "graph-of-the-last-run",
-        "training/global_vars.py",
+        "training/next_run.py",
         "    destroy_full_cuda_graphs()\n",
         "",
         "A second run in the same process replays the first one's graph, whose weights are not its "

@@ -10,7 +10,7 @@ FAULTS_OF_T5 = (
         "encoder-gradient-not-added",
         "core/pipeline_parallel/steps.py",
         "    for handed_on, grad_from_behind in zip(outputs[1:], grads[1:], strict=False):\n"
-        "        add_gradient(handed_on, grad_from_behind)\n",
+        "        user_results.add_gradient(handed_on, grad_from_behind)\n",
         "",
         "A decoder stage sends back its own gradient of the encoder's output, without what the stages "
         "behind it sent. So the encoder learns from one decoder stage only. With one decoder stage "
