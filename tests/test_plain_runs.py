@@ -209,6 +209,12 @@ UNENTERED = {
     "core/pipeline_parallel/schedule_table.py: convert_schedule_table_to_order": (
         "a whole interleaved step as one list: what the loop does, to look at"
     ),
+    "core/pipeline_parallel/schedule_table.py: InterleavedOrder.is_first_microbatch_for_model_chunk": (
+        "Megatron's helper, for combined steps"
+    ),
+    "core/pipeline_parallel/schedule_table.py: InterleavedOrder.is_last_microbatch_for_model_chunk": (
+        "Megatron's helper, which the sources name"
+    ),
     "core/pipeline_parallel/p2p_communication.py: Handle.wait": "a protocol",
     "core/pipeline_parallel/p2p_communication.py: P2PCommunicator.__deepcopy__": (
         "a communicator is not copied with its groups"

@@ -245,7 +245,7 @@ class CombinedSteps:
             self._microbatch_id,
             order.model_chunk_id,
             bool,
-            lambda k: order.microbatch_id(k) == 0,
+            order.is_first_microbatch_for_model_chunk,
             first.collect_non_loss_data,
             f_k,
             b_k,

@@ -159,6 +159,14 @@ class InterleavedOrder:
         chunk = self.table[k][1]
         return chunk if forward else self.num_model_chunks - 1 - chunk
 
+    def is_first_microbatch_for_model_chunk(self, k: int) -> bool:
+        """True where the k-th forward is its chunk's first."""
+        return self.table[k][0] == 0
+
+    def is_last_microbatch_for_model_chunk(self, k: int) -> bool:
+        """True where the k-th backward is its chunk's last: its gradients are then complete."""
+        return self.table[k][0] == self.num_microbatches - 1
+
     def is_first_virtual_stage(self, model_chunk_id: int) -> bool:
         """True for the chunk that starts from data instead of a message."""
         return self.pp_rank == 0 and model_chunk_id == 0
