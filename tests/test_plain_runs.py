@@ -56,14 +56,14 @@ MORE_WITH_ROOMS = 0.05
 
 CAPS = {
     "spine: files": 59,
-    "spine: lines": 5463,
-    "spine: statements": 3807,
-    "spine: lines executed": 3972,
+    "spine: lines": 5475,
+    "spine: statements": 3819,
+    "spine: lines executed": 3975,
     "spine: lines of branches never taken": 238,
-    "spine: lines of functions never entered": 75,
+    "spine: lines of functions never entered": 84,
     "spine: lines outside functions": 1178,
-    "spine: lines of signatures": 1291,
-    "spine: functions never entered": 17,
+    "spine: lines of signatures": 1295,
+    "spine: functions never entered": 21,
     "rooms: lines executed": 1815,  # anew
     "spine and rooms: lines executed": 5787,  # anew
     "other files that a whole run enters": 88,  # anew

@@ -212,9 +212,9 @@ def test_a_line_is_addressable(opened):
 
 def test_a_name_leads_to_its_definition(opened):
     with opened("tour/one-f-one-b.html") as watched:
-        watched.page.locator(".mm-quote a.mm-name", has_text="StepFrame").first.click()
+        watched.page.locator(".mm-quote a.mm-name", has_text="one_f_one_b").first.click()
         watched.page.wait_for_url(
-            "**/source/minimegatron.core.pipeline_parallel.step_frame.html#StepFrame"
+            "**/source/minimegatron.core.pipeline_parallel.loops.html#one_f_one_b"
         )
 
 

@@ -179,12 +179,14 @@ def test_who_lets_the_gradients_go(package):
     assert found.keys() == {
         "StepFrame.before_forward",
         "StepFrame.before_backward",
-        "HookedFrame.after_backward",
         "HookedFrame.let_go",
     }
     # The chunk calls its frame, of which it knows only the class above.
     found = called_from(package, PIPELINE + "step_frame", "StepFrame.before_backward")
-    assert found == {"ModelChunk.begin_backward": ["self.frame.before_backward(self)"]}
+    assert found == {
+        "ModelChunk.begin_backward": ["self.frame.before_backward(self)"],
+        "HookedFrame.before_backward": ["super().before_backward(chunk)"],
+    }
     found = called_from(package, PIPELINE + "steps", "ModelChunk.begin_backward")
     assert found.keys() == {
         "ModelChunk.backward_step",
@@ -363,7 +365,7 @@ def links_at(package, module: str, text: str) -> dict[str, str]:
         ("schedules", "frame.add_chunk(", "add_chunk", "step_frame.html#StepFrame."),
         ("step_frame", "self.grad_sync.enable()", "enable", "#GradSync."),
         ("step_frame", "self.let_go(chunk)", "let_go", "#StepFrame."),
-        ("steps", "self.frame.before_backward(self)", "before_backward", "#NoFrame."),
+        ("steps", "self.frame.before_backward(self)", "before_backward", "no_frame.html#NoFrame."),
         ("loops", "].backward_step(", "backward_step", "steps.html#ModelChunk."),
     ],
 )

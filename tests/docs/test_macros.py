@@ -34,13 +34,13 @@ def test_code_is_the_symbol_without_its_docstring(macros, package):
 
 
 def test_an_excerpt_has_whole_statements(macros, package):
-    macros.expand(
-        "{{ code " + STEPS + '.custom_backward from="raise ValueError" to="grad_output = " }}'
-    )
-    assert any("cuts the statement 'if output.numel() != 1:'" in fault for fault in macros.faults)
-    macros.expand("{{ code " + STEPS + '.custom_backward from="raise ValueError" shows="scalar" }}')
+    module = "minimegatron.core.pipeline_parallel.user_results"
+    quoted = "{{ code " + module + '.refuse_gradient from="raise ValueError"'
+    macros.expand(quoted + ' to="raise RuntimeError" }}')
+    assert any("cuts the statement 'if grad is None:'" in fault for fault in macros.faults)
+    macros.expand(quoted + ' shows="scalar" }}')
     shown = lines_shown(macros.stash.pieces[0])
-    lines = package.pages[STEPS].lines
+    lines = package.pages[module].lines
     assert lines[shown[0] - 1].strip() == "raise ValueError("
     assert lines[shown[-1] - 1].strip() == ")"
 

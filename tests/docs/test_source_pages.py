@@ -106,12 +106,16 @@ def test_a_symbol_beside_long_code_is_in_the_middle(opened):
     "screen", [WIDE, pytest.param(PHONE, marks=pytest.mark.full)], ids=["wide", "phone"]
 )
 def test_the_target_is_in_the_middle(opened, screen):
-    with opened(f"{STEP_FRAME}#L210", viewport=screen) as watched:
+    with opened(f"{STEP_FRAME}#L110", viewport=screen) as watched:
         page = watched.page
-        expect(page.locator("#L210")).to_be_in_viewport()
-        assert MIDDLE[0] < place_of(page, "L210") < MIDDLE[1]
+        expect(page.locator("#L110")).to_be_in_viewport()
+        assert MIDDLE[0] < place_of(page, "L110") < MIDDLE[1]
         # A symbol, a line that stands as prose, a line in a fold.
-        for anchor in ("GradSync.enable", line_of("# All stages launch"), line_of("import torch")):
+        for anchor in (
+            "StepFrame.prepare",
+            line_of("# Without a pipeline, a"),
+            line_of("import torch"),
+        ):
             page.evaluate("anchor => { location.hash = anchor }", anchor)
             expect(page.locator(f'[id="{anchor}"]')).to_be_in_viewport()
             page.wait_for_function(

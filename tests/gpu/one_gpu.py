@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minimegatron.backend import SharedMemoryGroup
-from minimegatron.core import collectives, parallel_state, tensor_parallel
+from minimegatron.core import all_to_all, collectives, parallel_state, tensor_parallel
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.process_groups_config import ProcessGroupCollection
@@ -268,11 +268,14 @@ def never_alone() -> Counter[str]:
 
     The package skips what one rank need not exchange. So the lines that say so are taken out.
     """
-    source = inspect.getsource(collectives)
-    changed = source.replace("group.size() == 1", "False").replace("group.size() > 1", "True")
-    changed = changed.replace("if size == 1", "if False")
-    namespace = {"__name__": collectives.__name__}
-    exec(compile(changed, collectives.__file__, "exec"), namespace)
+    namespace: dict[str, Any] = {}
+    for module in (collectives, all_to_all):
+        source = inspect.getsource(module)
+        changed = source.replace("group.size() == 1", "False").replace("group.size() > 1", "True")
+        changed = changed.replace("if size == 1", "if False")
+        of_module = {"__name__": module.__name__}
+        exec(compile(changed, module.__file__, "exec"), of_module)
+        namespace |= of_module
     for name in COLLECTIVES:
         function = inspect.unwrap(getattr(collectives, name))
         function.__code__ = inspect.unwrap(namespace[name]).__code__
