@@ -58,10 +58,10 @@ class _RecordedLoader(SourceFileLoader):
 
 
 def accept_left_out(target: Any) -> Any:
-    """A function, a method or a class of which a call may name arguments that are left out.
+    """Wraps a function, a method or a class: a call may then name arguments that are left out.
 
     A call that our own signature takes goes straight to it. In any other call, arguments by position
-    have Megatron's order. The record is read at the first such call.
+    have Megatron's order. What may be left out is looked up in such a call alone.
 
     Raises, in the call:
         ValueError: an argument that is left out has a value that is not taken.

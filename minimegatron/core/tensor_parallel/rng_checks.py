@@ -16,7 +16,7 @@ def check_is_free(name: str, seed: int, names: Iterable[str], seeds: Iterable[in
 
 
 def refuse_unknown(name: str, names: Iterable[str]) -> None:
-    """Raises ValueError: there is no state of this name."""
+    """Raises ValueError for a name without a state."""
     raise ValueError(
         f"random state {name!r} is unknown (known: {sorted(names)}); call "
         "model_parallel_cuda_manual_seed(seed) before using dropout"
