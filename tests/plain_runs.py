@@ -38,6 +38,8 @@ from minimegatron import pretrain_gpt
 from minimegatron.training import progress, training
 from tests.code_recorder import WIRE, Call, Record, Recorder, wire_noted
 from tests.code_shares import Shares, num_statements, shares_of
+from tests.plain_doors import files_outside, lines_with_doors
+from tests.plain_house import house_table
 from tests.plain_walks import (
     Calls,
     Length,
@@ -173,18 +175,22 @@ class Records:
             for name, of_run in ranks.items()
         }
 
+        # The program's import, and the first run of one rank: a late module is loaded by its first use.
+        first = next(iter(ranks.values()))[0]
+        self.loaded = {*imported.run.lines, *first.run.lines}
+
     def _all(self) -> Iterator[RankRecord]:
         for ranks in self.ranks.values():
             yield from ranks
 
+    def most_of_a_step(self, count: Callable[[Record], int]) -> int:
+        """What is counted of a step: of each rank the least, of these the most."""
+        return max(min(count(step) for step in rank.steps) for rank in self._all())
+
     def lines_of_a_step(self, counts: Callable[[str], bool]) -> int:
-        """Of files that count: of each rank the shortest step, of these the longest."""
-        return max(
-            min(
-                sum(len(lines) for file, lines in step.lines.items() if counts(file))
-                for step in rank.steps
-            )
-            for rank in self._all()
+        """Of files that count."""
+        return self.most_of_a_step(
+            lambda step: sum(len(lines) for file, lines in step.lines.items() if counts(file))
         )
 
 
@@ -309,7 +315,14 @@ def figures_of(records: Records) -> dict[str, int]:
         "one step: lines reported, rooms apart": records.lines_of_a_step(
             lambda file: not is_in_room(file)
         ),
+        "one step: lines reported, with doors": records.most_of_a_step(
+            lambda step: lines_with_doors(step, PACKAGE, is_in_room)
+        ),
         "one step: lines reported, with rooms": records.lines_of_a_step(lambda file: True),
+        "one step: files, rooms apart": records.most_of_a_step(
+            lambda step: len(files_outside(step, is_in_room))
+        ),
+        "files loaded by a GPT run": len(records.loaded),
         "wrappers before 1F1B": max(
             num_wrappers(calls)
             for ranks in records.calls.values()
@@ -343,12 +356,14 @@ def tables(records: Records, figures: dict[str, int], caps: dict[str, int] | Non
         for name, number in figures.items()
     ]
     lines += ["", f"{'section of the spine':24}{'files':>8}{'lines':>8}{'executed':>10}"]
+    sections = {}
     for section in [*dict.fromkeys(link.section for link in spine.read_spine()), None]:
         files = spine_files(section)
         found = shares_in(records.everything, files)
+        sections[section] = len(files), found.num_lines
         counts = f"{len(files):8}{found.num_lines:8,}{found.executed:10,}"
         lines.append(f"{section or 'all':24}{counts}")
-    lines += ["", *shares_of_spine(records)]
+    lines += ["", *shares_of_spine(records), "", house_table(figures, sections)]
     for name, ranks in records.calls.items():
         apart, within = max(map(num_calls, ranks), key=sum)
         lines.append(

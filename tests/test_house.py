@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
-    {"core.left_out_record", "core.pipeline_parallel.interleaving_checks"},
+    {"core.left_out_record", "core.pipeline_parallel.interleaving_checks", "late_modules"},
     {
         "core.batch_rampup",
         "core.batch_sizes",
@@ -174,6 +174,7 @@ TORCH_FREE = [
     "minimegatron.doctor.watchman",
     "minimegatron.commands.exercises_command",
     "minimegatron.exports",
+    "minimegatron.late_modules",
     "minimegatron.commands.trace_command",
     "minimegatron.planner",
     "minimegatron.tracing.trace_view",

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from case_words import table
 
-from minimegatron.core.rerun import states, step_runs, verdicts
+from minimegatron.core.rerun import random_numbers, states, step_runs, verdicts
 from minimegatron.core.rerun.data_iterator import RerunDataIterator
 from minimegatron.core.rerun.differences import relative_difference
 from minimegatron.core.rerun.states import RerunMode, RerunState
@@ -344,7 +344,7 @@ def repeat(
     """A weight w = 1; the loss of a number x is (w x u)², and u is drawn. What may be left out is."""
     machine, losses, gradient = new_machine(), [], 0.0
     iterator = iterator_class(iter(torch.tensor([2.0, 5.0, 3.0, 4.0])))
-    forgets = mock.patch.object(step_runs, "keep_random_numbers", lambda: lambda: None)
+    forgets = mock.patch.object(random_numbers, "keep_random_numbers", lambda: lambda: None)
     with _is_the_one(machine), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
         said = stack.enter_context(heard())
         if not puts_back:

@@ -22,12 +22,15 @@ from minimegatron.core.left_out_record import (
     names_by_module,
     without_left_out,
 )
+from minimegatron.late_modules import put_stand_ins
 
 # -- Modules --
 
 
-class RecordedModules:
-    """Finds modules that have recorded names, as Python would; after their run, it wraps the names.
+class OurModules:
+    """Finds this package's modules, as Python would, and does two things around their run.
+
+    A package gets its stand-ins before; recorded names are wrapped after.
 
     `minimegatron/__init__.py` puts it at the beginning of `sys.meta_path`.
     """
@@ -36,19 +39,20 @@ class RecordedModules:
     def find_spec(
         fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Python asks this for every module; None for all that have no recorded name."""
-        if not fullname.startswith("minimegatron.") or fullname not in names_by_module():
+        """Python asks this for every module; None for those of others."""
+        if not fullname.startswith("minimegatron."):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = _RecordedLoader(spec.loader.name, spec.loader.path)
+            spec.loader = _OurLoader(spec.loader.name, spec.loader.path)
         return spec
 
 
-class _RecordedLoader(SourceFileLoader):
+class _OurLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
+        put_stand_ins(module)
         super().exec_module(module)
-        for symbol in names_by_module()[module.__name__]:
+        for symbol in names_by_module().get(module.__name__, ()):
             *owners, name = symbol.split(".")
             owner = functools.reduce(getattr, owners, module)
             setattr(owner, name, accept_left_out(getattr(owner, name)))

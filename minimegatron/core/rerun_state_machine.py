@@ -14,14 +14,14 @@ default is `validate_results`.
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from minimegatron.core.rerun import data_iterator as replay
+from minimegatron.core.rerun import differences, step_runs, two_runs
 from minimegatron.core.rerun.current import get_rerun_state_machine, set_rerun_state_machine  # noqa: F401
-from minimegatron.core.rerun.data_iterator import RerunDataIterator, iterators_of  # noqa: F401
-from minimegatron.core.rerun.differences import relative_difference
 from minimegatron.core.rerun.injector import RerunErrorInjector
 from minimegatron.core.rerun.machine_state import MachineState
 from minimegatron.core.rerun.states import (  # noqa: F401  Megatron has them here
@@ -34,10 +34,12 @@ from minimegatron.core.rerun.states import (  # noqa: F401  Megatron has them he
     RerunState,
     RerunValidationStatus,
 )
-from minimegatron.core.rerun.step_runs import StepRuns, is_run
 from minimegatron.core.rerun.tracker import ResultTracker
-from minimegatron.core.rerun.two_runs import TwoRuns
 from minimegatron.core.rerun.verdicts import ResultJudge, rank
+from minimegatron.exports import lazily
+
+_REPLAY = "minimegatron.core.rerun.data_iterator"
+__getattr__, __dir__ = lazily(__name__, {"RerunDataIterator": f"{_REPLAY}:RerunDataIterator"})
 
 
 class RerunStateMachine(MachineState):
@@ -68,12 +70,20 @@ class RerunStateMachine(MachineState):
         self.mode, self.state = RerunMode(mode), RerunState.NOT_RUNNING_YET
         self.error_injector = error_injector or RerunErrorInjector()
         tracker = ResultTracker(result_rejected_tracker_filename, job_id)
-        self.judge, self.two_runs = ResultJudge(self.error_injector, tracker), TwoRuns()
-        self._runs = StepRuns(self.judge, self._keep_more)
+        self.judge = ResultJudge(self.error_injector, tracker)
         self.first_iteration_complete = False
         self.num_runs = 0
         """Of the step under way, those that have begun; 0 between steps."""
         self.validation_counts: Counter[str] = Counter()
+
+    @cached_property
+    def two_runs(self) -> "two_runs.TwoRuns":
+        """How far results of two runs lie apart; where the mode asks for it."""
+        return two_runs.TwoRuns()
+
+    @cached_property
+    def _runs(self) -> "step_runs.StepRuns":
+        return step_runs.StepRuns(self.judge, self._keep_more)
 
     @property
     def current_iteration(self) -> int:
@@ -113,9 +123,9 @@ class RerunStateMachine(MachineState):
             self.state = RerunState.INITIAL_RUN if runs else RerunState.NOT_RUNNING_YET
         else:
             is_statistics = self.mode is RerunMode.REPORT_DETERMINISM_STATS
-            before, iterators = self.state, iterators_of(data_iterator)
+            before, iterators = self.state, replay.iterators_of(data_iterator)
             self.state = self._runs.next_state(before, iterators, is_statistics)
-            runs = is_run(before, self.state)
+            runs = step_runs.is_run(before, self.state)
             if is_statistics and not runs:
                 self.two_runs.report(self.current_iteration, self.REPORTING_INTERVAL_ITERATIONS)
         self.judge.iteration += runs and self.num_runs == 0
@@ -170,7 +180,7 @@ class RerunStateMachine(MachineState):
             return
         self.validation_counts[message] += 1
         call = JudgedCall(message, rank(), self.validation_counts[message])
-        differs = comparison_func or relative_difference
+        differs = comparison_func or differences.relative_difference
         if self.mode is RerunMode.REPORT_DETERMINISM_STATS:
             self.judge.wishes.rerun = True
             self.two_runs.look(call, result, differs, self.state)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from minimegatron.core.straggler_words import straggler_words
+from minimegatron.core import straggler_words
 from minimegatron.core.timer_reports import Timer, gather_rows
 
 
@@ -121,5 +121,8 @@ class StragglerTimes:
         table = gather_rows(row).tolist()
         if self.rank == 0:
             work = total_flops / log_interval / (self.amp * self.world)
-            print(straggler_words(table, list(self._coordinates), self.mmcnt, work), flush=True)
+            print(
+                straggler_words.straggler_words(table, list(self._coordinates), self.mmcnt, work),
+                flush=True,
+            )
         return self.rank == 0

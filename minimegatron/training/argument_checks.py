@@ -20,10 +20,9 @@ from minimegatron.core.knobs import check_limits
 from minimegatron.core.pipeline_parallel.interleaving_checks import check_interleaving
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training import checkpoint_args, checkpoint_folder
 from minimegatron.training.argument_utils import flag_name, flags_by_name
 from minimegatron.training.captured_step import check_graph
-from minimegatron.training.checkpoint_args import check_against_checkpoint
-from minimegatron.training.checkpoint_folder import find_checkpoint
 from minimegatron.training.config import SECTIONS
 from minimegatron.training.pipeline_schedule import (
     check_order,
@@ -318,9 +317,9 @@ def check_checkpoint(args: argparse.Namespace) -> None:
             check_folder(flag, path)
     if args.load is None:
         return
-    folder = find_checkpoint(args.load)
+    folder = checkpoint_folder.find_checkpoint(args.load)
     if folder is not None:
-        check_against_checkpoint(args, folder)
+        checkpoint_args.check_against_checkpoint(args, folder)
     elif args.save is None or os.path.realpath(args.save) != os.path.realpath(args.load):
         # A run that is started again and again saves where it loads; its first start finds nothing.
         raise ValueError(

@@ -16,8 +16,8 @@ import types
 import typing
 from collections.abc import Callable
 
+from minimegatron.training import older_arguments
 from minimegatron.training.config import SECTIONS
-from minimegatron.training.older_arguments import advice_for
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -143,7 +143,7 @@ def refuse_unknown(words: list[str], parser: argparse.ArgumentParser) -> None:
     if not words:
         return
     flag = words[0].split("=")[0]
-    older = advice_for(flag)
+    older = older_arguments.advice_for(flag)
     if older is not None:
         raise ValueError(f"{flag}: {older}")
     for action in parser._actions:

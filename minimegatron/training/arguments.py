@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core.activations import fast_gelu
+from minimegatron.core import activations
 from minimegatron.core.distributed.distributed_data_parallel import gradient_scaling_factor
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -27,10 +27,9 @@ from minimegatron.core.left_out_record import known_fields
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.orders.orders import get_schedule
 from minimegatron.core.subject_fields import enter_hooks
-from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
-    PipelineParallelLayerLayout,
-)
+from minimegatron.core.transformer import pipeline_parallel_layer_layout
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training import checkpoint_args, params_norm
 from minimegatron.training.argument_checks import (
     CHECKS,
     batch_sizes,
@@ -45,13 +44,11 @@ from minimegatron.training.argument_utils import (
     refuse_unknown,
 )
 from minimegatron.training.captured_step import graph_impl
-from minimegatron.training.checkpoint_args import saved_padded_vocab_size
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.devices import give_memory_back
 from minimegatron.training.families import check_family
 from minimegatron.training.function_checks import check_args_provider
 from minimegatron.training.old_flags import add_old_flags, check_old_flags, print_old_flags
-from minimegatron.training.params_norm import describe_params_norm
 from minimegatron.training.pipeline_schedule import registered_name
 from minimegatron.training.schedule_args import samples_in
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
@@ -209,7 +206,7 @@ def _train_iters(args: argparse.Namespace) -> int:
 
 def _padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
     """That of the checkpoint where it will do: padded rows are in the softmax, and so in the loss."""
-    saved, t = saved_padded_vocab_size(args), args.tensor_model_parallel_size
+    saved, t = checkpoint_args.saved_padded_vocab_size(args), args.tensor_model_parallel_size
     if saved is not None and saved >= vocab_size and saved % t == 0:
         return saved
     return vocab_size_with_padding(vocab_size, args.make_vocab_size_divisible_by, t)
@@ -243,7 +240,9 @@ def _num_chunks(args: argparse.Namespace) -> int | None:
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} each say how many chunks there are; keep one")
     if layout is not None:
-        chunks = PipelineParallelLayerLayout(layout, p).virtual_pipeline_model_parallel_size
+        chunks = pipeline_parallel_layer_layout.PipelineParallelLayerLayout(
+            layout, p
+        ).virtual_pipeline_model_parallel_size
     if per_chunk is not None:
         if num_layers % (p * per_chunk):
             raise ValueError(
@@ -309,7 +308,7 @@ def core_transformer_config_from_args(
         known = {name: list(x) if isinstance(x, list) else x for name, x in values.items()}
         made = _made_configs[config_class] = (known, config_class(**values))
     config = copy.copy(made[1])
-    enter_hooks(config, args.log_params_norm, {"log_funcs": (describe_params_norm,)})
+    enter_hooks(config, args.log_params_norm, {"log_funcs": (params_norm.describe_params_norm,)})
     level = args.empty_unused_memory_level
     enter_hooks(config, level >= 1, {"after_grads_funcs": (give_memory_back,)})
     # After an update is before the next step.
@@ -333,7 +332,7 @@ def _values_from_args(args: Arguments | argparse.Namespace, config_class: type) 
 
 def _activation_func(args: Arguments | argparse.Namespace) -> Callable:
     if args.openai_gelu:  # with --swiglu too: the gate of T5's later versions
-        return fast_gelu
+        return activations.fast_gelu
     return F.silu if args.swiglu else F.gelu
 
 

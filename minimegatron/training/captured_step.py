@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.full_cuda_graph import FullCudaGraphWrapper
+from minimegatron.core import full_cuda_graph
 from minimegatron.core.utils import device_is_asynchronous
 from minimegatron.training.config import Arguments
 from minimegatron.training.datasets.label_check import check_labels
@@ -23,10 +23,10 @@ FULL_ITERATION = "full_iteration"
 FLAG = "--cuda-graph-impl full_iteration"
 
 
-def captured(forward_backward_func: Callable) -> FullCudaGraphWrapper:
+def captured(forward_backward_func: Callable) -> Callable:
     """The schedule, captured after `--cuda-graph-warmup-steps` calls; labels are checked as they are
     read, since a captured step does not look at them."""
-    return FullCudaGraphWrapper(
+    return full_cuda_graph.FullCudaGraphWrapper(
         forward_backward_func, get_args().cuda_graph_warmup_steps, check_inputs=_check_inputs
     )
 

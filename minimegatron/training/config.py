@@ -21,7 +21,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
 from minimegatron.core.knobs import THE_SAME, derived, knob
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training.older_arguments import OLDER_ARGUMENTS, VALUES
+from minimegatron.training import older_arguments
 from minimegatron.training.train_state import TrainState
 
 SECTIONS: dict[str, type] = {}
@@ -451,8 +451,8 @@ class Arguments:
             raise AttributeError(name)
         if name in self.__dict__["extra"]:
             return self.__dict__["extra"][name]
-        if name in VALUES:
-            return VALUES[name]
+        if name in older_arguments.VALUES:
+            return older_arguments.VALUES[name]
         raise AttributeError(f"no argument is called {name!r}{_advice(name)}")
 
 
@@ -460,4 +460,8 @@ def _advice(name: str) -> str:
     """Where to find what Megatron keeps among its arguments, or what an older text calls so."""
     if name in TrainState.__dataclass_fields__:
         return f"; it changes during a run: get_train_state().{name}"
-    return f"; {OLDER_ARGUMENTS[name]}" if name in OLDER_ARGUMENTS else ""
+    return (
+        f"; {older_arguments.OLDER_ARGUMENTS[name]}"
+        if name in older_arguments.OLDER_ARGUMENTS
+        else ""
+    )

@@ -6,7 +6,7 @@ Counterpart: `megatron.training.global_vars`.
 from collections.abc import Mapping
 from typing import Any
 
-from minimegatron.core.datasets.atomic_file import writing
+from minimegatron.core.datasets import atomic_file
 
 
 class _Writer:
@@ -20,7 +20,7 @@ def open_writer(args: Any) -> None:
     if args.tensorboard_dir is not None and args.rank == args.world_size - 1:
         from torch.utils.tensorboard import SummaryWriter  # optional, and takes a second to import
 
-        with writing(args.tensorboard_dir):
+        with atomic_file.writing(args.tensorboard_dir):
             _Writer.now = SummaryWriter(args.tensorboard_dir)
 
 
@@ -38,7 +38,7 @@ def write_curves(values: Mapping[str, float], iteration: int) -> None:
     """
     writer = _Writer.now
     if writer is not None:
-        with writing(writer.log_dir):
+        with atomic_file.writing(writer.log_dir):
             for name, value in values.items():
                 writer.add_scalar(name, value, iteration)
             writer.flush()

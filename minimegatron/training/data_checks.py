@@ -6,13 +6,12 @@ process group exists: every rank makes the same checks, with the same answer.
 
 import argparse
 
+from minimegatron.core.datasets import indexed_dataset, stdlib_text
 from minimegatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from minimegatron.core.datasets.indexed_dataset import IndexedDataset, open_tokens
 from minimegatron.core.datasets.stdlib_corpus import num_blocks
-from minimegatron.core.datasets.stdlib_text import stdlib_files
 from minimegatron.core.datasets.utils import get_blend_from_list
 
 
@@ -20,10 +19,12 @@ def check_data(args: argparse.Namespace) -> None:
     """The data is there, and every split that the run asks for has some of it."""
     spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
     if args.data_path is None:
-        check_spans(args, spans, num_blocks(stdlib_files()), "blocks of the built-in text")
+        check_spans(
+            args, spans, num_blocks(stdlib_text.stdlib_files()), "blocks of the built-in text"
+        )
         return
     for prefix in prefixes_of_data(args):
-        lengths = open_tokens(prefix).sequence_lengths
+        lengths = indexed_dataset.open_tokens(prefix).sequence_lengths
         check_spans(args, spans, len(lengths), f"documents of --data-path {prefix}")
         for name, (begin, end) in wanted_spans(args, spans, len(lengths)).items():
             if not lengths[begin:end].any():
@@ -40,7 +41,7 @@ def prefixes_of_data(args: argparse.Namespace) -> list[str]:
         raise ValueError("--data-path is empty; give a prefix, or drop it for the built-in text")
     prefixes = get_blend_from_list(args.data_path)[0]
     for prefix in prefixes:
-        if not IndexedDataset.exists(prefix):
+        if not indexed_dataset.IndexedDataset.exists(prefix):
             raise ValueError(
                 f"--data-path {prefix}: {prefix}.idx and {prefix}.bin are not both there; make "
                 "them from text with `minimegatron preprocess`, and leave out the endings"

@@ -22,11 +22,9 @@ from minimegatron.core.rerun_state_machine import (
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
 )
 from minimegatron.core.utils import get_device
-from minimegatron.training.checkpoint_folder import get_checkpoint_name
-from minimegatron.training.checkpointing import save_checkpoint
+from minimegatron.training import checkpoint_folder, checkpointing, rerun_state
 from minimegatron.training.dist_signal_handler import signal_received
 from minimegatron.training.global_vars import get_args, get_train_state
-from minimegatron.training.rerun_state import save_rerun_state
 from minimegatron.training.utils import print_rank_0
 
 _start_time = time.monotonic()
@@ -46,7 +44,7 @@ def checkpoint_and_decide_exit(
     # The last step's checkpoint is written when training is over.
     due = state.exit_reason is not None or (at_interval and iteration < args.train_iters)
     if due and args.save is not None:
-        save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
+        checkpointing.save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
     if state.exit_reason is not None:
         saved = "" if args.save is not None else "; nothing is saved without --save"
         print_rank_0(f" exiting after iteration {iteration}: {state.exit_reason}{saved}")
@@ -63,7 +61,7 @@ def checkpoint_after_training(
     if state.exit_reason is None:
         print_rank_0("after training is done")
         if args.save is not None:
-            save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
+            checkpointing.save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
 
 
 def _reason_to_exit(iteration: int) -> str | None:
@@ -112,10 +110,10 @@ def end_after_rejected_result(
     # Without a checkpoint of now, the state goes to the one that this examination began from.
     folder = None if should_checkpoint else state.rerun_folder
     if should_checkpoint and args.save is not None:
-        save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
-        folder = get_checkpoint_name(args.save, state.iteration)
+        checkpointing.save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
+        folder = checkpoint_folder.get_checkpoint_name(args.save, state.iteration)
     if exit_code == EXIT_CODE_RESUME_TO_DISAMBIGUATE and folder is not None:
-        save_rerun_state(Path(folder))
+        rerun_state.save_rerun_state(Path(folder))
     lost = "; without --save nobody can resume it" if should_checkpoint and folder is None else ""
     print_rank_0(
         f" exiting after iteration {state.iteration}, with code {exit_code}: "

@@ -34,13 +34,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.core.datasets.atomic_file import CannotWrite
+from minimegatron.core.datasets import atomic_file
 from minimegatron.core.datasets.utils import DataError
-from minimegatron.core.dist_checkpointing.core import CheckpointingException
+from minimegatron.core.dist_checkpointing import core
 from minimegatron.core.output import keep_printing
 from minimegatron.core.utils import barrier
-from minimegatron.doctor.processes import sample
-from minimegatron.doctor.session import machine_id
+from minimegatron.doctor import processes, session
 
 LOOK_SECONDS = 1.0
 """How often the watching thread looks for peers that died unannounced."""
@@ -77,7 +76,9 @@ class Identity:
 
     def is_gone(self) -> bool:
         """True once the process has ended, even if nobody has collected it yet."""
-        seen = sample(self.pid)  # None where the system does not tell: zombies pass for alive
+        seen = processes.sample(
+            self.pid
+        )  # None where the system does not tell: zombies pass for alive
         return seen is not None and seen.letter in "ZX"
 
 
@@ -93,7 +94,7 @@ def identify() -> Identity:
         host=socket.gethostname(),
         pid=os.getpid(),
         cp=parallel_state.get_context_parallel_rank() if shares_sequences else None,
-        machine=machine_id(),
+        machine=session.machine_id(),
     )
 
 
@@ -151,11 +152,11 @@ class PeerWatch:
 
     def end_after(self, error: BaseException) -> None:
         """Reports `error`, or the lost peer behind it, and ends this process. Does not return."""
-        if isinstance(error, CheckpointingException):
+        if isinstance(error, core.CheckpointingException):
             is_first = self.me.rank == 0
             text = f"minimegatron: {error}\n" if is_first else ""
             self._end(text, 1, linger=0.0 if is_first else LINGER_SECONDS)
-        if isinstance(error, CannotWrite):
+        if isinstance(error, atomic_file.CannotWrite):
             self._end(f"minimegatron: {self.me}: {error}\n", 1)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while is_lost_connection(error) and time.monotonic() < deadline:
@@ -298,7 +299,7 @@ def reported() -> Iterator[None]:
     except Exception as error:
         if _watch is not None:
             _watch.end_after(error)
-        if isinstance(error, CannotWrite):
+        if isinstance(error, atomic_file.CannotWrite):
             _write(f"minimegatron: {error}\n")
             os._exit(1)
         _write(_block(f"rank {os.environ.get('RANK', 0)} (not yet in the model)", error))

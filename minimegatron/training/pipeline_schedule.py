@@ -8,28 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from minimegatron.core.orders.lowering import common_order
-from minimegatron.core.orders.orders import (
-    INTERLEAVED,
-    NO_PIPELINING,
-    ONE_F_ONE_B,
-    TAGGED,
-    OrderFunction,
-    PlanConfig,
-    get_schedule,
-    placement_of,
-    schedule_of,
-)
+from minimegatron.core.orders import lowering, orders, planned_schedule, runnable
 from minimegatron.core.orders.placement import Placement
-from minimegatron.core.orders.planned_schedule import (
-    get_messages_forward_backward_func,
-    get_named_forward_backward_func,
-)
-from minimegatron.core.orders.runnable import require_runnable
+from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from minimegatron.launching.user_file import load_user_function, place_in
-from minimegatron.planner.registry import ScheduleFunction
-from minimegatron.planner.unreceived import make_step
+from minimegatron.launching import user_file
+from minimegatron.planner import unreceived
 from minimegatron.training.captured_step import FULL_ITERATION, captured
 from minimegatron.training.global_vars import get_args
 
@@ -46,13 +30,13 @@ def registered_name(schedule: str) -> str:
     """
     if ":" not in schedule:
         try:
-            return get_schedule(schedule).name
+            return orders.get_schedule(schedule).name
         except ValueError as error:
             raise ValueError(
                 f"{FLAG}: {error}; FILE.py:FUNCTION names one of your own, which it registers"
             ) from None
-    function = load_user_function(schedule, FLAG, "user_schedule")
-    found = schedule_of(function)
+    function = user_file.load_user_function(schedule, FLAG, "user_schedule")
+    found = orders.schedule_of(function)
     if found.order is not function:
         raise ValueError(
             f"{FLAG} {schedule}: the function is not registered as an order of work; put "
@@ -65,7 +49,7 @@ def registered_name(schedule: str) -> str:
 
 def pipeline_placement(args: Any) -> Placement | None:
     """Where the schedule puts the model's stages; None if nobody asked for one."""
-    return None if args.pipeline_schedule is None else placement_of(args)
+    return None if args.pipeline_schedule is None else orders.placement_of(args)
 
 
 def schedule_of_run() -> Callable:
@@ -101,8 +85,8 @@ def check_order(args: Any, num_microbatches: int, forward_only: bool = False) ->
     name = args.pipeline_schedule
     if name in (None, NO_PIPELINING, ONE_F_ONE_B, INTERLEAVED):
         return
-    placement = placement_of(args)
-    config = PlanConfig(
+    placement = orders.placement_of(args)
+    config = orders.PlanConfig(
         name,
         args.pipeline_model_parallel_size,
         num_microbatches,
@@ -110,12 +94,12 @@ def check_order(args: Any, num_microbatches: int, forward_only: bool = False) ->
         args.microbatch_group_size_per_vp_stage,
         forward_only,
         placement=placement,
-        wire=TAGGED,
+        wire=orders.TAGGED,
     )
     try:
-        require_runnable(common_order(config))
+        runnable.require_runnable(lowering.common_order(config))
     except Exception as error:  # the order is the user's: it may raise anything
-        line = place_in(error, _files.get(name))
+        line = user_file.place_in(error, _files.get(name))
         cause = str(error) if line is None else f"{line}: {type(error).__name__}: {error}"
         raise ValueError(
             f"{FLAG} {name} over --pipeline-model-parallel-size {config.pp_size} with "
@@ -127,12 +111,12 @@ def smallest_of_order(args: Any) -> int:
     """The fewest microbatches that the named order can do, as it was registered."""
     smallest = None
     if args.pipeline_schedule is not None:
-        smallest = get_schedule(args.pipeline_schedule).smallest
+        smallest = orders.get_schedule(args.pipeline_schedule).smallest
     return 1 if smallest is None else smallest(args.pipeline_model_parallel_size)
 
 
 def get_planned_forward_backward_func(
-    name_or_function: str | ScheduleFunction | OrderFunction,
+    name_or_function: str | Callable,
 ) -> Callable:
     """A function like those of `get_forward_backward_func`, in the order of a planned schedule.
 
@@ -145,7 +129,11 @@ def get_planned_forward_backward_func(
     schedule could not work: before any message is sent, and on every rank alike.
     """
     is_name = isinstance(name_or_function, str)
-    found = get_schedule(name_or_function) if is_name else schedule_of(name_or_function)
+    found = (
+        orders.get_schedule(name_or_function) if is_name else orders.schedule_of(name_or_function)
+    )
     if found.messages is None:
-        return get_named_forward_backward_func(found.name)
-    return get_messages_forward_backward_func(replace(found, make_step=make_step))
+        return planned_schedule.get_named_forward_backward_func(found.name)
+    return planned_schedule.get_messages_forward_backward_func(
+        replace(found, make_step=unreceived.make_step)
+    )

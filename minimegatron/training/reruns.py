@@ -17,16 +17,16 @@ from minimegatron.core.num_microbatches_calculator import (
     get_num_microbatches,
 )
 from minimegatron.core.pipeline_parallel.failed_step import StateOfStep
+from minimegatron.core.rerun import data_iterator as replay
 from minimegatron.core.rerun.tracker import read_iterations_to_skip
 from minimegatron.core.rerun_state_machine import (
-    RerunDataIterator,
     RerunErrorInjector,
     RerunMode,
     RerunStateMachine,
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
-from minimegatron.core.tensor_parallel.recompute import keep_rng_states
+from minimegatron.core.tensor_parallel import recompute
 from minimegatron.training.config import Arguments
 from minimegatron.training.global_vars import get_train_state
 from minimegatron.training.utils import print_rank_0
@@ -59,7 +59,7 @@ def keep_state_for_reruns(config: ModelParallelConfig, model: list[torch.nn.Modu
     """
 
     def keep() -> tuple[Callable[[], None], ...]:
-        return StateOfStep(config, model).put_back, keep_rng_states(model)
+        return StateOfStep(config, model).put_back, recompute.keep_rng_states(model)
 
     def put_back(kept: tuple[Callable[[], None], ...]) -> None:
         for undo in kept:
@@ -72,7 +72,7 @@ def keep_state_for_reruns(config: ModelParallelConfig, model: list[torch.nn.Modu
 def with_replay(iterator: Iterator) -> Iterator:
     """What training reads from. Where a step may be repeated, it gives the microbatches again."""
     is_off = get_rerun_state_machine().get_mode() is RerunMode.DISABLED
-    return iterator if is_off else RerunDataIterator(iterator)
+    return iterator if is_off else replay.RerunDataIterator(iterator)
 
 
 @contextlib.contextmanager

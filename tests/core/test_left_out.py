@@ -19,7 +19,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
 )
 from minimegatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from minimegatron.core.datasets.megatron_tokenizer import ByteLevelTokenizer
-from minimegatron.core.left_out import RecordedModules, accept_left_out
+from minimegatron.core.left_out import OurModules, accept_left_out
 from minimegatron.core.left_out_record import LeftOut, Recorded
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.transformer.enums import AttnBackend
@@ -233,8 +233,8 @@ def test_a_module_is_found_as_before_but_for_its_loader():
     assert isinstance(spec.loader, SourceFileLoader) and spec.has_location
     assert spec.origin == module.__file__ and spec.cached.endswith(".pyc")
     assert inspect.getsource(module).startswith('"""')
-    assert RecordedModules.find_spec("minimegatron.core.tracing") is None
-    assert RecordedModules.find_spec("minimegatron.core.utils", ["/no/such/folder"]) is None
+    assert OurModules.find_spec("minimegatron.core.tracing") is None
+    assert OurModules.find_spec("minimegatron.core.utils", ["/no/such/folder"]) is None
 
 
 def test_a_program_of_a_recorded_module_runs():

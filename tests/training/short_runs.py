@@ -17,14 +17,14 @@ import torch
 
 from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
-from minimegatron.core.datasets import stdlib_corpus
+from minimegatron.core.datasets import stdlib_corpus, stdlib_text
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     update_num_microbatches,
 )
 from minimegatron.core.utils import get_model_config
-from minimegatron.training import data_checks, training
+from minimegatron.training import training
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.from_last_stage import broadcast_from_last_stage
@@ -67,7 +67,7 @@ def little_text() -> Iterator[None]:
     files = _few_files()
     with (
         mock.patch.object(stdlib_corpus, "stdlib_files", lambda: files),
-        mock.patch.object(data_checks, "stdlib_files", lambda: files),
+        mock.patch.object(stdlib_text, "stdlib_files", lambda: files),
     ):
         yield
 

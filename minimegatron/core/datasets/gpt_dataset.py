@@ -18,10 +18,10 @@ from typing import Any
 import numpy
 import torch
 
+from minimegatron.core.datasets import indexed_dataset as binary
 from minimegatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from minimegatron.core.datasets.helpers import build_sample_idx
 from minimegatron.core.datasets.index_cache import cached_arrays
-from minimegatron.core.datasets.indexed_dataset import IndexedDataset, open_tokens
 from minimegatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
 from minimegatron.core.datasets.utils import DataError, Split
 from minimegatron.exports import lazily
@@ -135,14 +135,14 @@ class GPTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: GPTDatasetConfig
-    ) -> IndexedDataset:
+    ) -> "binary.IndexedDataset":
         """The dataset of one path prefix. Raises ValueError where no data is named."""
         if dataset_path is None:
             raise DataError(
                 "neither blend nor blend_per_split names data; give one, or use MockGPTDataset, "
                 "which makes data up"
             )
-        return open_tokens(dataset_path)
+        return binary.open_tokens(dataset_path)
 
     # -- How many epochs --
 

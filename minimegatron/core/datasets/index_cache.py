@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 
-from minimegatron.core.datasets.atomic_file import AtomicFile, write_atomically
+from minimegatron.core.datasets import atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def cached_arrays(
     arrays = build()
     for name, path in paths.items():
         _save(path, arrays[name])
-    write_atomically(marker, description.encode())
+    atomic_file.write_atomically(marker, description.encode())
     return arrays
 
 
@@ -81,7 +81,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 
 
 def _save(path: Path, array: numpy.ndarray) -> None:
-    file = AtomicFile(path)
+    file = atomic_file.AtomicFile(path)
     try:
         numpy.save(file, array, allow_pickle=False)
         file.publish()

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy
 
+from minimegatron.core.datasets import indexed_dataset as binary
 from minimegatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from minimegatron.core.datasets.gpt_dataset import check_token_ids
 from minimegatron.core.datasets.helpers import LONGEST_SENTENCE, build_mapping
 from minimegatron.core.datasets.index_cache import cached_arrays
-from minimegatron.core.datasets.indexed_dataset import IndexedDataset, open_tokens
 from minimegatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
 from minimegatron.core.datasets.utils import DataError, Split
 from minimegatron.core.datasets.wordpiece_tokenizer import BertWordPieceTokenizer
@@ -141,13 +141,13 @@ class MaskedWordPieceDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: MaskedWordPieceDatasetConfig
-    ) -> IndexedDataset:
+    ) -> "binary.IndexedDataset":
         """The dataset of one path prefix. Raises ValueError where no data is named."""
         if dataset_path is None:
             raise DataError(
                 "neither blend nor blend_per_split names data; give one: no sentences are made up"
             )
-        return open_tokens(dataset_path)
+        return binary.open_tokens(dataset_path)
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:

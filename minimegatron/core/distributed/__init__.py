@@ -8,7 +8,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
-from minimegatron.core.distributed.torch_ddp import TorchDistributedDataParallel
+from minimegatron.exports import lazily
 
 __all__ = [
     "DistributedDataParallel",
@@ -16,3 +16,8 @@ __all__ = [
     "TorchDistributedDataParallel",
     "finalize_model_grads",
 ]
+
+_TORCH = "minimegatron.core.distributed.torch_ddp"
+__getattr__, __dir__ = lazily(
+    __name__, {"TorchDistributedDataParallel": f"{_TORCH}:TorchDistributedDataParallel"}
+)

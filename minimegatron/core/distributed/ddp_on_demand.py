@@ -10,7 +10,7 @@ import torch
 from minimegatron.core.collectives import broadcast
 from minimegatron.core.distributed.frozen_alike import check_summed_alike
 from minimegatron.core.parameter import reduce_group
-from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
+from minimegatron.core.tensor_parallel import weight_grad_store
 
 
 class OnDemand:
@@ -55,7 +55,11 @@ class OnDemand:
         # The first group last: its launch lets the others follow, in their order.
         for group in reversed(self.all_bucket_groups):
             assert group.grad_reduce_handles is None, "launched twice in one step"
-            owed = filter(is_owed, group.params) if WeightGradStore.any_made else ()
+            owed = (
+                filter(weight_grad_store.is_owed, group.params)
+                if weight_grad_store.WeightGradStore.any_made
+                else ()
+            )
             group.params_with_grad.update(group.params.keys() - set(owed))
             group._launch_what_is_due()
 

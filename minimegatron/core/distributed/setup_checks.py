@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.core import words
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
 from minimegatron.core.distributed.frozen_alike import number_of, ranks_of
 from minimegatron.core.parameter import KINDS, kind_of
 from minimegatron.core.transformer.module_state import named_saved_buffers
 from minimegatron.core.utils import get_device, unwrap_model
-from minimegatron.core.words import first_few
 
 BY_COPY = (
     "set one seed, load one checkpoint, or call the data-parallel wrapper's broadcast_params(), then "
@@ -61,9 +61,9 @@ def refuse_shared_weights(model: Sequence[torch.nn.Module]) -> None:
     ]
     if shared:
         raise ValueError(
-            f"{len(shared)} weights are in several chunks: {first_few(shared)}; give each chunk its "
-            "own, or put all that use a weight into one chunk; LanguageModule shows how copies of an "
-            "embedding on two stages stay alike"
+            f"{len(shared)} weights are in several chunks: {words.first_few(shared)}; give each chunk "
+            "its own, or put all that use a weight into one chunk; LanguageModule shows how copies of "
+            "an embedding on two stages stay alike"
         )
 
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from minimegatron.core.rerun.differences import COMPARISON_MATCH, COMPARISON_MISMATCH
+from minimegatron.core.rerun import differences
 from minimegatron.core.rerun.states import RerunDiagnostic, RerunState
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,11 @@ class RerunErrorInjector:
         shown_here = RerunDiagnostic.PERSISTENT_ERROR if is_third_run else transient
         if is_third_run or injected is transient:
             self.forget()
-        return COMPARISON_MISMATCH if injected is shown_here else COMPARISON_MATCH
+        return (
+            differences.COMPARISON_MISMATCH
+            if injected is shown_here
+            else differences.COMPARISON_MATCH
+        )
 
     def forget(self) -> None:
         """The injected error is dealt with: another one may come."""

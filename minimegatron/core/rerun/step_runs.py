@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
+from minimegatron.core.rerun import random_numbers
 from minimegatron.core.rerun.data_iterator import RerunDataIterator
-from minimegatron.core.rerun.random_numbers import keep_random_numbers
 from minimegatron.core.rerun.states import RerunState
 from minimegatron.core.rerun.verdicts import ResultJudge
 from minimegatron.core.utils import get_device
@@ -56,7 +56,7 @@ class StepRuns:
     def _begin(self, iterators: list[RerunDataIterator]) -> RerunState:
         self.judge.forget_step()
         # Put back in this order: last the generators, which the rest may draw from.
-        self._undo = self._keep(), keep_random_numbers()
+        self._undo = self._keep(), random_numbers.keep_random_numbers()
         for iterator in iterators:
             iterator.advance()
         return RerunState.INITIAL_RUN

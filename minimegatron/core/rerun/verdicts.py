@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.rerun.differences import as_plain, from_plain
+from minimegatron.core.rerun import differences
 from minimegatron.core.rerun.injector import RerunErrorInjector
 from minimegatron.core.rerun.states import (
     MAX_RUNS_ON_SAME_DEVICE,
@@ -185,7 +185,7 @@ class ResultJudge:
         failed = self.failed_call
         return {
             "failed": None if failed is None else [*failed],
-            "initial_result": None if failed is None else as_plain(self.initial_result),
+            "initial_result": None if failed is None else differences.as_plain(self.initial_result),
             "suspicious_device": self.suspicious_device,
             "num_on_same_device": self.num_on_same_device,
             "error_injector": self.injector.state_dict(),
@@ -196,7 +196,7 @@ class ResultJudge:
         self.forget_step()
         if state_dict["failed"] is not None:
             self.failed_call = JudgedCall(*state_dict["failed"])
-            self.initial_result = from_plain(state_dict["initial_result"])
+            self.initial_result = differences.from_plain(state_dict["initial_result"])
         device = state_dict["suspicious_device"]
         self.suspicious_device = None if device is None else tuple(device)
         self.num_on_same_device = state_dict["num_on_same_device"]

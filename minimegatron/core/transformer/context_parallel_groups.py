@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.transformer.context_parallel import attend_over_ranks
+from minimegatron.core.transformer import context_parallel
 from minimegatron.core.transformer.context_parallel_config import (
     check_comm_type,
     comm_type_of_layer,
@@ -56,7 +56,11 @@ def way_to_attend(
     way = cp_comm_type or comm_type_of_layer(core.config, core.layer_number)
     check_comm_type(core.config, way)
     group = context_parallel_group(core.config, groups)
-    return way, group, attend_here if group is None else partial(attend_over_ranks, attend_here)
+    return (
+        way,
+        group,
+        attend_here if group is None else partial(context_parallel.attend_over_ranks, attend_here),
+    )
 
 
 def options_of_core(

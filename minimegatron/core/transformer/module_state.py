@@ -11,8 +11,8 @@ import torch
 
 from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.process_groups_config import groups_of
+from minimegatron.core.transformer import sharded_state
 from minimegatron.core.transformer.global_names import global_parameter_name
-from minimegatron.core.transformer.sharded_state import sharded_tensor
 
 
 class ModuleState(torch.nn.Module):
@@ -43,7 +43,9 @@ class ModuleState(torch.nn.Module):
         restore_marks(self)
         groups = groups_of(self)
         return {
-            prefix + name: sharded_tensor(prefix + global_parameter_name(self, name), one, groups)
+            prefix + name: sharded_state.sharded_tensor(
+                prefix + global_parameter_name(self, name), one, groups
+            )
             for name, one in (*self.named_parameters(), *named_saved_buffers(self))
         }
 

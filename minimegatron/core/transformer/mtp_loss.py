@@ -18,10 +18,8 @@ from minimegatron.core import knobs
 from minimegatron.core.collectives import all_reduce
 from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.subject_fields import enter_hooks
+from minimegatron.core.transformer import pipeline_parallel_layer_layout
 from minimegatron.core.transformer.enums import LayerType
-from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
-    PipelineParallelLayerLayout,
-)
 from minimegatron.core.utils import get_device, get_model_config, unwrap_model
 
 # -- Their place in the backward --
@@ -240,11 +238,16 @@ def check_mtp(config: Any) -> None:
     text, p = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
     if text is None:
         return
-    if isinstance(text, PipelineParallelLayerLayout):
+    if isinstance(text, pipeline_parallel_layer_layout.PipelineParallelLayerLayout):
         text = text.input_data
-    has_depths = LayerType.mtp in PipelineParallelLayerLayout(text, p).flatten_layout
+    has_depths = (
+        LayerType.mtp
+        in pipeline_parallel_layer_layout.PipelineParallelLayerLayout(text, p).flatten_layout
+    )
     if has_depths or config.mtp_num_layers is not None:
-        layout = PipelineParallelLayerLayout(text, p, placement_of(config))
+        layout = pipeline_parallel_layer_layout.PipelineParallelLayerLayout(
+            text, p, placement_of(config)
+        )
         config.mtp_standalone = layout.validate_layer_layout(
             config.num_layers, config.mtp_num_layers
         )

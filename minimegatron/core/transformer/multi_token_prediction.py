@@ -25,6 +25,7 @@ from minimegatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from minimegatron.core.tensor_parallel.recompute import checkpoint
+from minimegatron.core.transformer import zigzag
 from minimegatron.core.transformer.block_recompute import Recompute
 from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
 from minimegatron.core.transformer.layer_placement import (
@@ -39,7 +40,6 @@ from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_block import dropout_rng
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.zigzag import places_of
 from minimegatron.core.utils import or_one
 
 __all__ = ["MTPLossAutoScaler", "MTPLossLoggingHelper", "get_mtp_ranks"]
@@ -352,7 +352,7 @@ class MultiTokenPredictionBlock(MegatronModule):
                 "give it the batch's tokens and positions too, as pretrain_gpt.keys_of_chunks does"
             )
         if position_ids is None and embedding.add_position_embedding:
-            position_ids = places_of(input_ids, self.cp_group)
+            position_ids = zigzag.places_of(input_ids, self.cp_group)
         recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
         found = [hidden_states]
         for layer in self.layers:

@@ -11,13 +11,11 @@ from typing import Any
 from minimegatron.core import knobs
 from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.orders.placement import Placement
+from minimegatron.core.transformer import pipeline_parallel_layer_layout as written
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.layer_placement_checks import (
     check_division,
     check_division_over_chunks,
-)
-from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
-    PipelineParallelLayerLayout,
 )
 
 knob = partial(knobs.knob, section="parallel")
@@ -45,11 +43,11 @@ class StagesConfig:
     Overrides the even division."""
 
 
-def layout_of(config: Any) -> PipelineParallelLayerLayout | None:
+def layout_of(config: Any) -> "written.PipelineParallelLayerLayout | None":
     """The layout that the configuration tells, read if it is a text; None for none."""
     layout = config.pipeline_model_parallel_layout
     if isinstance(layout, str | list):
-        return PipelineParallelLayerLayout(layout, config.pipeline_model_parallel_size)
+        return written.PipelineParallelLayerLayout(layout, config.pipeline_model_parallel_size)
     return layout
 
 
@@ -94,7 +92,9 @@ def _with_ends_counted(config: Any, num_stages: int) -> list[int]:
     return stages
 
 
-def decoder_layers_of_layout(layout: PipelineParallelLayerLayout, config: Any) -> list[int]:
+def decoder_layers_of_layout(
+    layout: "written.PipelineParallelLayerLayout", config: Any
+) -> list[int]:
     """Decoder layers of each virtual stage, in model order.
 
     Raises ValueError where the layout is none of a model of `config`'s sizes.
@@ -106,12 +106,14 @@ def decoder_layers_of_layout(layout: PipelineParallelLayerLayout, config: Any) -
             f"per rank but virtual_pipeline_model_parallel_size is {v}; make them equal"
         )
     text, p = layout.input_data, config.pipeline_model_parallel_size
-    layout = PipelineParallelLayerLayout(text, p, placement_of(config))
+    layout = written.PipelineParallelLayerLayout(text, p, placement_of(config))
     layout.validate_layer_layout(config.num_layers, config.mtp_num_layers)
     return layers_of_layout(layout, LayerType.decoder)
 
 
-def layers_of_layout(layout: PipelineParallelLayerLayout, layer_type: LayerType) -> list[int]:
+def layers_of_layout(
+    layout: "written.PipelineParallelLayerLayout", layer_type: LayerType
+) -> list[int]:
     """Layers of that type of each virtual stage, in model order."""
     places = map(layout.placement.place_of, range(layout.placement.num_stages))
     return [

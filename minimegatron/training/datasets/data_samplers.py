@@ -12,8 +12,14 @@ import torch
 
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.utils import get_device
-from minimegatron.training.datasets.random_sampler import MegatronPretrainingRandomSampler
-from minimegatron.training.datasets.workers import prepare_for_workers
+from minimegatron.exports import lazily
+from minimegatron.training.datasets import random_sampler, workers
+
+_RANDOM = "minimegatron.training.datasets.random_sampler"
+__getattr__, __dir__ = lazily(
+    __name__,
+    {"MegatronPretrainingRandomSampler": f"{_RANDOM}:MegatronPretrainingRandomSampler"},
+)
 
 
 class MegatronPretrainingSampler:
@@ -79,9 +85,9 @@ def build_pretraining_data_loader(
     if dataloader_type == "single":
         sampler = MegatronPretrainingSampler(*share)
     else:
-        sampler = MegatronPretrainingRandomSampler(*share, seed=seed)
+        sampler = random_sampler.MegatronPretrainingRandomSampler(*share, seed=seed)
     if num_workers > 0:
-        prepare_for_workers(dataset, num_workers, micro_batch_size)
+        workers.prepare_for_workers(dataset, num_workers, micro_batch_size)
     return torch.utils.data.DataLoader(
         dataset,
         batch_sampler=sampler,

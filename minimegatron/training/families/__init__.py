@@ -12,20 +12,17 @@ import dataclasses
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.argument_utils import flag_name
 from minimegatron.training.config import SECTIONS
-from minimegatron.training.families.bert_checks import BERT
+from minimegatron.training.families import bert_checks, mamba_checks, t5_checks
 from minimegatron.training.families.family_checks import FamilyChecks
-from minimegatron.training.families.mamba_checks import MAMBA
-from minimegatron.training.families.t5_checks import T5
 
-GPT = FamilyChecks("pretrain_gpt")
 FAMILIES = {
-    None: FamilyChecks("", sections=("bert", "t5", "mamba")),
-    "gpt": GPT,
-    "bert": BERT,
-    "t5": T5,
-    "mamba": MAMBA,
+    None: lambda: FamilyChecks("", sections=("bert", "t5", "mamba")),
+    "gpt": lambda: FamilyChecks("pretrain_gpt"),
+    "bert": lambda: bert_checks.BERT,
+    "t5": lambda: t5_checks.T5,
+    "mamba": lambda: mamba_checks.MAMBA,
 }
-"""By `args.model_family`."""
+"""By `args.model_family`. A family's module is loaded when somebody asks for it."""
 
 
 def check_family(args: argparse.Namespace, config: TransformerConfig) -> None:
@@ -34,8 +31,8 @@ def check_family(args: argparse.Namespace, config: TransformerConfig) -> None:
 
     Raises ValueError, with the flags, the numbers and the remedy.
     """
-    family = FAMILIES[args.model_family]
-    if args.position_embedding_type == "relative" and family is not T5:
+    family = FAMILIES[args.model_family]()
+    if args.position_embedding_type == "relative" and args.model_family != "t5":
         raise ValueError(
             "--position-embedding-type relative is for pretrain_t5; use learned_absolute or rope"
         )
@@ -52,7 +49,7 @@ def _refuse_flags_of_others(args: argparse.Namespace, family: FamilyChecks) -> N
             if section not in family.sections and value != field.default:
                 programs = [
                     x.program
-                    for x in FAMILIES.values()
+                    for x in (family_of() for family_of in FAMILIES.values())
                     if x.program and section in x.sections and field.name not in x.unused
                 ]
                 raise ValueError(

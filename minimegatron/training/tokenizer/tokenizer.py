@@ -5,9 +5,8 @@ Counterpart: `megatron.training.tokenizer.tokenizer`.
 
 from typing import Any
 
-from minimegatron.core.datasets import megatron_tokenizer
+from minimegatron.core.datasets import megatron_tokenizer, wordpiece_tokenizer
 from minimegatron.core.datasets.megatron_tokenizer import NullTokenizer as _NullTokenizer
-from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE, build_wordpiece
 
 
 def build_tokenizer(args: Any) -> megatron_tokenizer.MegatronTokenizer:
@@ -20,8 +19,10 @@ def build_tokenizer(args: Any) -> megatron_tokenizer.MegatronTokenizer:
         )
     if is_null:
         return _NullTokenizer(args.vocab_size)
-    if args.tokenizer_type in LOWER_CASE:
-        return build_wordpiece(args.tokenizer_type, args.vocab_file, args.vocab_extra_ids)
+    if args.tokenizer_type in wordpiece_tokenizer.LOWER_CASE:
+        return wordpiece_tokenizer.build_wordpiece(
+            args.tokenizer_type, args.vocab_file, args.vocab_extra_ids
+        )
     return megatron_tokenizer.build_tokenizer(args.tokenizer_type, args.tokenizer_file)
 
 

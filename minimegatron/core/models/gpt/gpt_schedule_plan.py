@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.models.common.model_chunk_schedule_plan import (
-    TransformerModelChunkSchedulePlan,
-)
+from minimegatron.core.models.common import model_chunk_schedule_plan
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -32,7 +30,7 @@ class PlannedGPT:
         *,
         runtime_gather_output: bool | None = None,
         loss_mask: torch.Tensor | None = None,
-    ) -> TransformerModelChunkSchedulePlan:
+    ) -> "model_chunk_schedule_plan.TransformerModelChunkSchedulePlan":
         """The same forward in nodes, for combined 1F1B. Arguments as `GPTModel.forward`.
 
         It computes nothing. Nodes call parts of layers; forward hooks of a whole layer, or of the
@@ -44,7 +42,7 @@ class PlannedGPT:
                 f"build_schedule_plan: mtp_num_layers is {self.config.mtp_num_layers}, and layers for "
                 "further tokens have no nodes; run the model's forward, or leave them out"
             )
-        return TransformerModelChunkSchedulePlan(
+        return model_chunk_schedule_plan.TransformerModelChunkSchedulePlan(
             self,
             input_ids,
             position_ids,

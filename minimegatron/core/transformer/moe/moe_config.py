@@ -12,10 +12,8 @@ from typing import Any, Literal
 
 from minimegatron.core import knobs
 from minimegatron.core.subject_fields import enter_hooks
-from minimegatron.core.transformer.moe.expert_bias import forget_step, update_biases
+from minimegatron.core.transformer.moe import expert_bias, moe_logging, moe_utils
 from minimegatron.core.transformer.moe.layer_words import number_or_list
-from minimegatron.core.transformer.moe.moe_logging import describe_balance
-from minimegatron.core.transformer.moe.moe_utils import scale_as_mean, scale_as_sum, scale_put_back
 
 knob = partial(knobs.knob, section="moe")
 compared = partial(knob, compared=True)
@@ -132,13 +130,13 @@ class MoEConfig:
 
 
 def _enter_hooks(config: Any) -> None:
-    scales = (scale_as_mean, scale_as_sum)
+    scales = (moe_utils.scale_as_mean, moe_utils.scale_as_sum)
     hooks = {
         "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,
-        "before_step_funcs": (forget_step,),
-        "around_step_funcs": (scale_put_back,),
-        "after_grads_funcs": (update_biases,),
-        "log_funcs": (describe_balance,),
+        "before_step_funcs": (expert_bias.forget_step,),
+        "around_step_funcs": (moe_utils.scale_put_back,),
+        "after_grads_funcs": (expert_bias.update_biases,),
+        "log_funcs": (moe_logging.describe_balance,),
     }
     enter_hooks(config, config.num_moe_experts is not None, hooks)
 

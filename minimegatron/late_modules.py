@@ -1,0 +1,92 @@
+"""Modules that are loaded when somebody first uses them, not where they are imported.
+
+Torch-free. Megatron has no counterpart: it imports everything at once. A module of a second subject, or
+of refusals, is imported on the page that may need it, as any other:
+
+    from minimegatron.core import group_checks
+
+If `LATE` names it, the package `minimegatron.core` has a stand-in of that name, from its own import on
+(`left_out.OurModules`). The first look-up in the stand-in imports the module. A run that never needs
+it does not load it, and what it imports, either. `from minimegatron.core.group_checks import ...` loads
+it at once.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+LATE = {
+    "core": ["activations", "full_cuda_graph", "straggler_words", "util_checks", "words"],
+    "core.datasets": ["atomic_file", "indexed_dataset", "stdlib_text", "wordpiece_tokenizer"],
+    "core.dist_checkpointing": ["core"],
+    "core.distributed": ["embedding_copies", "grad_checks"],
+    "core.models.common": ["model_chunk_schedule_plan"],
+    "core.models.common.embeddings": ["embedding_checks"],
+    "core.optimizer": ["grad_scaler_state"],
+    "core.orders": ["lowering", "orders", "planned_schedule", "runnable"],
+    "core.pipeline_parallel": ["combined_1f1b", "user_results"],
+    "core.rerun": ["data_iterator", "differences", "random_numbers", "step_runs", "two_runs"],
+    "core.tensor_parallel": ["recompute", "weight_grad_store"],
+    "core.transformer": [
+        "context_parallel",
+        "pipeline_parallel_layer_layout",
+        "sharded_state",
+        "zigzag",
+    ],
+    "core.transformer.moe": ["expert_bias", "moe_logging", "moe_utils"],
+    "doctor": ["processes", "records", "session"],
+    "launching": ["user_file"],
+    "planner": ["unreceived", "written_loops"],
+    "tracing": ["pace", "recorder"],
+    "training": [
+        "batch_checks",
+        "checkpoint_args",
+        "checkpoint_folder",
+        "checkpointing",
+        "older_arguments",
+        "params_norm",
+        "report_checks",
+        "rerun_state",
+    ],
+    "training.datasets": ["random_sampler", "workers"],
+    "training.families": ["bert_checks", "mamba_checks", "t5_checks"],
+}
+"""By package, below `minimegatron`: its late modules."""
+
+
+def put_stand_ins(package: ModuleType) -> None:
+    """Gives a package that is about to be run the stand-ins of its late modules."""
+    for name in LATE.get(package.__name__.partition(".")[2], ()):
+        setattr(package, name, StandIn(f"{package.__name__}.{name}"))
+
+
+class StandIn:
+    """Has all that a module has, and imports it when asked for the first time.
+
+    Nothing is kept: what a test puts into the module is seen here too, and what it puts in here is in
+    the module.
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str):
+        object.__setattr__(self, "_name", name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(importlib.import_module(self._name), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(importlib.import_module(self._name), name)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        return vars(importlib.import_module(self._name))
+
+    def __dir__(self) -> list[str]:
+        return dir(importlib.import_module(self._name))
+
+    def __repr__(self) -> str:
+        return f"<stand-in of module {self._name!r}>"
