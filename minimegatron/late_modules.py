@@ -36,7 +36,7 @@ LATE = {
     "core.transformer.moe": ["expert_bias", "moe_logging", "moe_utils"],
     "doctor": ["processes", "records", "session"],
     "launching": ["user_file"],
-    "planner": ["unreceived", "written_loops"],
+    "planner": ["unreceived"],
     "tracing": ["pace", "recorder"],
     "training": [
         "batch_checks",

@@ -1,12 +1,15 @@
 """Modules that are loaded when somebody first uses them."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import pytest
 
+import minimegatron
 from minimegatron.late_modules import LATE, StandIn, put_stand_ins
 
 NAMES = [f"{package}.{name}".lstrip(".") for package in LATE for name in LATE[package]]
@@ -79,3 +82,20 @@ def test_a_plain_program_loads_no_late_module():
     text = in_a_new_process("import minimegatron.pretrain_gpt", "print(*sys.modules)")
     loaded = {name for name in NAMES if f"minimegatron.{name}" in text.split()}
     assert not loaded, "take these off the list, or let nobody import their names at once"
+
+
+def test_no_late_module_is_imported_for_what_its_import_does():
+    """What registers something when it is imported would not be there."""
+    late = {f"minimegatron.{name}" for name in NAMES}
+    idle = []
+    for path in Path(minimegatron.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        idle += [
+            f"{path.name}: {alias.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if f"{node.module}.{alias.name}" in late and (alias.asname or alias.name) not in used
+        ]
+    assert not idle

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minimegatron.tracing.trace_view import Trace
-from minimegatron.training import exit_conditions
+from minimegatron.training import exit_conditions, rerun_state
 from minimegatron.training.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.training.rerun_runs import FLAGS, Fault, run, saved_in
@@ -243,10 +243,12 @@ def test_a_new_examination_is_not_written_beside_an_older_one(should_checkpoint,
     stand_ins = {
         "get_args": lambda: Namespace(save=None),
         "get_train_state": lambda: state,
-        "save_rerun_state": lambda folder: folders.append(str(folder)),
         "print_rank_0": print,
     }
-    with mock.patch.multiple(exit_conditions, **stand_ins):
+    saves = mock.patch.object(
+        rerun_state, "save_rerun_state", lambda folder: folders.append(str(folder))
+    )
+    with mock.patch.multiple(exit_conditions, **stand_ins), saves:
         assert exit_conditions.end_after_rejected_result(
             should_checkpoint, True, 16, [], None, None
         )
