@@ -57,11 +57,9 @@ def gradient_scaling_factor(
         num_ranks: that have a loss each: the size of `dp_cp`.
         group_size: of the group that is summed over, if that is another; see `core.parameter`.
     """
-    if config.calculate_per_token_loss:
-        ddp_config_checks.refuse_two_divisions(ddp_config)
-        return 1.0
+    ddp_config_checks.check_divided_once(config, ddp_config)
     divided = (group_size or num_ranks) if ddp_config.average_in_collective else 1
-    return divided / num_ranks
+    return 1.0 if config.calculate_per_token_loss else divided / num_ranks
 
 
 class DistributedDataParallel(OnDemand, _BaseDataParallel):
@@ -232,10 +230,7 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         for group in self.all_bucket_groups:
             group.check_launched(force_all_reduce)
         for group in self.all_bucket_groups:
-            if group.grad_reduce_handles is None:
-                group.start_grad_sync(force_all_reduce)
-        for group in self.all_bucket_groups:
-            group.finish_grad_sync()
+            group.finish_grad_sync(force_all_reduce)
         self._grads_came = False
         if not self.optimizer_checks_grads:
             self.check_grads()
@@ -248,9 +243,8 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         looked already.
         """
         if self._grads_are_partial:
-            step_checks.refuse_unsummed_grads(
-                self.param_to_bucket_group, self.pg_collection, not self._grads_came
-            )
+            params, is_synced = self.param_to_bucket_group, not self._grads_came
+            step_checks.refuse_unsummed_grads(params, self.pg_collection, is_synced)
         buckets = [bucket for group in self.all_bucket_groups for bucket in group.buckets]
         noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
         if noted and bool(torch.cat(noted).isfinite().logical_not().any()):

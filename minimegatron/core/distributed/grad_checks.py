@@ -112,11 +112,15 @@ def refuse_owed_grads(params: dict[torch.nn.Parameter, str]) -> None:
         )
 
 
-def refuse_late_launch(group: Any, force_all_reduce: bool) -> None:
-    """With overlap: RuntimeError for a group that lacks gradients, and so was never launched.
+def check_launched(group: Any, force_all_reduce: bool) -> None:
+    """RuntimeError for weight gradients of a group that are owed.
 
-    ValueError where `force_all_reduce` asks for another collective than was launched.
+    With overlap, likewise for one that lacks gradients, and so was never launched; ValueError where
+    `force_all_reduce` asks for another collective than was launched.
     """
+    refuse_owed_grads(group.params)
+    if not group.ddp_config.overlap_grad_reduce:
+        return
     missing = [name for param, name in group.params.items() if param not in group.params_with_grad]
     if group.grad_reduce_handles is None and missing:
         raise RuntimeError(

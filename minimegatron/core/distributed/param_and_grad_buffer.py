@@ -179,11 +179,9 @@ class _ParamAndGradBucketGroup:
         for us: to launch now would hide the fault, and to wait on other buckets would hang. With or
         without overlap, raises RuntimeError for weight gradients that are owed.
         """
-        if WeightGradStore.any_made:
-            grad_checks.refuse_owed_grads(self.params)
         is_late = force_all_reduce or self.grad_reduce_handles is None
-        if self.ddp_config.overlap_grad_reduce and is_late:
-            grad_checks.refuse_late_launch(self, force_all_reduce)
+        if WeightGradStore.any_made or self.ddp_config.overlap_grad_reduce and is_late:
+            grad_checks.check_launched(self, force_all_reduce)
 
     def _check_grads(self) -> None:
         """Has each bucket judged that may be bad: see `grad_checks.judge_bucket`.
@@ -264,9 +262,8 @@ class _ParamAndGradBuffer:
         self.numel = self.layout.numel
         self.param_index_map = dict(zip(params, self.layout.params, strict=True))
         self.grad_data = torch.zeros(self.numel, dtype=grad_dtype, device=device)
-        self.param_data = None
-        if sharded:
-            self.param_data = torch.zeros(self.numel, dtype=param_dtype, device=device)
+        of_params = {"dtype": param_dtype, "device": device}
+        self.param_data = torch.zeros(self.numel, **of_params) if sharded else None
         for param, (start, end, _) in self.param_index_map.items():
             param.main_grad = self.grad_data[start:end].view(param.shape)
             if self.param_data is not None:

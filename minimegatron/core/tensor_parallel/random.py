@@ -25,6 +25,7 @@ each iterator of a `DataLoader` that has no generator of its own. Where only som
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,17 +62,14 @@ def get_rng_state() -> torch.Tensor:
 def set_rng_state(state: torch.Tensor) -> None:
     """The generator gives again what it gave after `get_rng_state` returned `state`."""
     device = get_device()
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    of_gpu = partial(torch.cuda.set_rng_state, device=device)
+    set_state = of_gpu if device.type == "cuda" else torch.set_rng_state
+    set_state(state)
 
 
 def _manual_seed(seed: int) -> None:
-    if get_device().type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    generator = torch.cuda if get_device().type == "cuda" else torch.default_generator
+    generator.manual_seed(seed)
 
 
 class CudaRNGStatesTracker(KeptRNGStates):

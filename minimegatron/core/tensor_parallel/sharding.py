@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.tensor_parallel.sharding_checks import refuse_sections
+from minimegatron.core.tensor_parallel import linear_checks
 from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
 from minimegatron.exports import all_of
 
@@ -35,8 +35,7 @@ def set_tensor_model_parallel_attributes(
 ) -> None:
     """Records how `tensor` is cut over the tensor-parallel ranks. Mirrors: `layers`, same name."""
     tensor.tensor_model_parallel = is_parallel
-    tensor.partition_dim = dim
-    tensor.partition_stride = stride
+    tensor.partition_dim, tensor.partition_stride = dim, stride
     tensor.partition_sizes = partition_sizes
 
 
@@ -65,8 +64,7 @@ def section_sizes(param: torch.Tensor, length: int, tp_size: int = 1) -> list[in
     the matrices do not fill it, or if one of them cannot be cut over `tp_size` ranks.
     """
     sizes = getattr(param, "partition_sizes", None) or [1] * param.partition_stride
-    if length % (tp_size * sum(sizes)):
-        refuse_sections(param.partition_dim, length, sizes, tp_size)
+    linear_checks.check_sections(param.partition_dim, length, sizes, tp_size)
     return [length // sum(sizes) * size for size in sizes]
 
 

@@ -13,8 +13,8 @@ from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.orders.placement import Placement
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.layer_placement_checks import (
-    check_division,
     check_division_over_chunks,
+    layers_on_each,
 )
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
@@ -82,8 +82,7 @@ def layers_as_told(config: Any) -> list[int]:
 def _with_ends_counted(config: Any, num_stages: int) -> list[int]:
     embedding = config.account_for_embedding_in_pipeline_split
     loss = config.account_for_loss_in_pipeline_split
-    check_division(config, embedding + loss)
-    stages = [(config.num_layers + embedding + loss) // num_stages] * num_stages
+    stages = [layers_on_each(config, embedding + loss)] * num_stages
     stages[0] -= embedding
     stages[-1] -= loss
     if min(stages) < 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 from minimegatron.core import call_attributes
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.cross_attention import attend_to_context
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.layers_of_rank import get_transformer_layer_offset  # noqa: F401
@@ -93,15 +94,8 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
             hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
         )
         if self.cross_attention is not None:
-            attended = self.cross_attention(
-                self.pre_cross_attn_layernorm(hidden_states),
-                context_mask,
-                context,
-                checkpoint_core_attention=checkpoint_core_attention,
-            )
-            hidden_states = bias_dropout_add(
-                attended, hidden_states, self.hidden_dropout, self.training
-            )
+            given = (hidden_states, context, context_mask, checkpoint_core_attention)
+            hidden_states = attend_to_context(self, bias_dropout_add, *given)
         return self._forward_mlp(hidden_states), context
 
     def _forward_attention(
