@@ -88,8 +88,7 @@ class _ParamAndGradBucketGroup:
         data_parallel_group: dist.ProcessGroup,
     ):
         self.buckets = buckets
-        self.ddp_config = ddp_config
-        self.data_parallel_group = data_parallel_group
+        self.ddp_config, self.data_parallel_group = ddp_config, data_parallel_group
         self.params = {param: name for bucket in buckets for param, name in bucket.params.items()}
         # Neighbours in the order of backward. Forward meets the groups in the opposite order.
         self.previous_bucket_group: _ParamAndGradBucketGroup | None = None
@@ -248,10 +247,9 @@ class _ParamAndGradBuffer:
         param_to_name: Mapping[torch.nn.Parameter, str],
         gradient_scaling_factor: float,
     ):
-        self.ddp_config = ddp_config
+        self.ddp_config, self.data_parallel_group = ddp_config, data_parallel_group
         self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
         self.params = params
-        self.data_parallel_group = data_parallel_group
         sharded, device = ddp_config.use_distributed_optimizer, params[0].device
         self.layout = lay_out_buffer(
             [param.numel() for param in params],

@@ -252,12 +252,11 @@ class ColumnParallelLinear(OwingLinear):
             has_own_exchange and not self.sequence_parallel and not disable_grad_reduce
         )
         size, dtype, group = self.output_size_per_partition, config.params_dtype, self.tp_group
-        self.weight = self.bias = None
+        self.weight = None
         if not skip_weight_param_allocation:
             shape = (size, input_size)
             self.weight = new_weight(shape, dtype, init_method, 0, group, stride, partition_sizes)
-        if bias:
-            self.bias = _new_bias(size, dtype, True, stride, partition_sizes)
+        self.bias = _new_bias(size, dtype, True, stride, partition_sizes) if bias else None
         self.set_up_owing(
             delay_wgrad_compute,
             group if self.sequence_parallel else None,

@@ -140,8 +140,7 @@ def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int | None = None) ->
         seed: equal over the ranks of a tensor-parallel group.
         tp_rank: None for `parallel_state`'s.
     """
-    if tp_rank is None:
-        tp_rank = tensor_model_parallel_rank()
+    tp_rank = tensor_model_parallel_rank() if tp_rank is None else tp_rank
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     if get_device().type == "cuda":

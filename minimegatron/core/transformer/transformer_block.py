@@ -105,17 +105,15 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
             rotary_pos_emb: angles [s, 1, 1, d'], or None.
             checkpoint_activations_microbatch: see `Recompute.of`.
         """
-        hidden_states, again = self.first_input(hidden_states), checkpoint_activations_microbatch
-        others = {"context": context, "context_mask": context_mask}
-        others["rotary_pos_emb"] = rotary_pos_emb
+        word, mask = checkpoint_activations_microbatch, attention_mask
+        hidden_states = self.first_input(hidden_states)
+        rest = {"context": context, "context_mask": context_mask, "rotary_pos_emb": rotary_pos_emb}
         with dropout_rng(self.config, self.training):
-            if again or self.config.recompute_granularity is not None:
-                hidden_states = recomputed_forward(
-                    self, again, hidden_states, attention_mask, **others
-                )
+            if word or self.config.recompute_granularity is not None:
+                hidden_states = recomputed_forward(self, word, hidden_states, mask, **rest)
             else:
                 for layer in self.layers:
-                    hidden_states, _ = layer(hidden_states, attention_mask, **others)
+                    hidden_states, _ = layer(hidden_states, mask, **rest)
         if self.final_layernorm is None:
             return hidden_states
         return self.final_layernorm(hidden_states)

@@ -104,10 +104,9 @@ class TransformerConfig(LateFields, SecondSubjects, ModelParallelConfig):
         if self.kv_channels is None:
             transformer_config_checks.check_width_of_heads(self)
             self.kv_channels = self.hidden_size // self.num_attention_heads
-        f = self.ffn_hidden_size
-        self.ffn_hidden_size = 4 * self.hidden_size if f is None else f
-        if self.num_query_groups is None:
-            self.num_query_groups = self.num_attention_heads
+        width, groups = self.ffn_hidden_size, self.num_query_groups
+        self.ffn_hidden_size = 4 * self.hidden_size if width is None else width
+        self.num_query_groups = self.num_attention_heads if groups is None else groups
         transformer_config_checks.check_sizes(self)
         self.check_subjects()
         std, given = self.init_method_std, self.output_layer_init_method
