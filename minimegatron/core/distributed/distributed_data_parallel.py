@@ -94,11 +94,10 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         self.pg_collection = pg_collection = groups_of(module, pg_collection)
         self.dp_cp_group = pg_collection.dp_cp
         # Without overlap nothing is gained by several launches.
-        self.bucket_size = None
         is_cut_up = ddp_config.overlap_grad_reduce and not disable_bucketing
-        if is_cut_up and has_first_stage(pg_collection.pp, config):
-            default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
-            self.bucket_size = ddp_config.bucket_size or default
+        is_cut_up = is_cut_up and has_first_stage(pg_collection.pp, config)
+        size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.dp_cp_group.size())
+        self.bucket_size = size if is_cut_up else None
         self.all_buffers = self._allocate_buffers()
         frozen_alike.refuse_unmarked_in_experts(module, pg_collection)
         self._is_compared = False
@@ -245,10 +244,9 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         if self._grads_are_partial:
             params, is_synced = self.param_to_bucket_group, not self._grads_came
             step_checks.refuse_unsummed_grads(params, self.pg_collection, is_synced)
-        buckets = [bucket for group in self.all_bucket_groups for bucket in group.buckets]
-        noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
-        if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
-            grad_checks.raise_for_noted_grads(buckets)
+        groups = self.all_bucket_groups
+        if groups and groups[0].is_asynchronous:
+            grad_checks.check_noted_grads(groups)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's; RuntimeError where parts of it are missing and no hook gathers them."""

@@ -5,7 +5,7 @@ something is wrong, or cannot tell without waiting, and asks here.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ def judge_bucket(bucket: Any, machine: Any, is_asynchronous: bool) -> None:
     """RuntimeError that names rank, bucket and parameters if the gradients are not finite.
 
     On a GPU, to look at a number would stop the program in the middle of backward. There the numbers
-    are noted, and `raise_for_noted_grads` looks at them later; unless a bad result has the step run
+    are noted, and `check_noted_grads` looks at them later; unless a bad result has the step run
     again, which is decided before that.
 
     Args:
@@ -47,8 +47,12 @@ def judge_bucket(bucket: Any, machine: Any, is_asynchronous: bool) -> None:
     )
 
 
-def raise_for_noted_grads(buckets: Sequence[Any]) -> None:
-    """Raises what `judge_bucket` raises, for what it has noted of these buckets."""
+def check_noted_grads(groups: Iterable[Any]) -> None:
+    """Raises what `judge_bucket` raises, for what it has noted of the buckets of these groups."""
+    buckets = [bucket for group in groups for bucket in group.buckets]
+    noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
+    if not noted or bool(torch.cat(noted).isfinite().all()):
+        return
     for bucket in buckets:
         kinds = [] if bucket.noted is None else [*map(_kind_of_bad, bucket.noted.tolist())]
         if any(kinds):

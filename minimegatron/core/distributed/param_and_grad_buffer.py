@@ -113,7 +113,7 @@ class _ParamAndGradBucketGroup:
         self.params_with_grad.clear()
         self.grad_reduce_handles = None
         # Who judges the gradients, and whether a look at a number would stop the program.
-        self._machine, self._is_asynchronous = current.machine, device_is_asynchronous()
+        self._machine, self.is_asynchronous = current.machine, device_is_asynchronous()
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:
         """Notes that `param.main_grad` is complete; launches the groups that are now due.
@@ -188,10 +188,10 @@ class _ParamAndGradBucketGroup:
         A finite sum has only finite terms. On a GPU that is not looked at here, and where a bad result
         has the step run again, each sum is compared.
         """
-        is_told_by_sum = self._machine.mode is RerunMode.DISABLED and not self._is_asynchronous
+        is_told_by_sum = self._machine.mode is RerunMode.DISABLED and not self.is_asynchronous
         for bucket in self.buckets:
             if not (is_told_by_sum and math.isfinite(bucket.grad_data.sum())):
-                grad_checks.judge_bucket(bucket, self._machine, self._is_asynchronous)
+                grad_checks.judge_bucket(bucket, self._machine, self.is_asynchronous)
 
     # -- Parameters, with a distributed optimizer --
 
@@ -329,6 +329,5 @@ def partition_buckets(
         for part, buffer in parts.values()
     ]
     for earlier, later in pairwise(groups):
-        earlier.next_bucket_group = later
-        later.previous_bucket_group = earlier
+        earlier.next_bucket_group, later.previous_bucket_group = later, earlier
     return groups

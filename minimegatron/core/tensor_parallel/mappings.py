@@ -47,8 +47,7 @@ from minimegatron.exports import all_of
 # Megatron has all rows of the table here.
 __getattr__, __dir__ = all_of(__name__, "minimegatron.core.tensor_parallel.standalone_regions")
 
-Sizes = Sequence[int] | None
-"""Rows of each rank; None where all have as many."""
+Sizes = Sequence[int] | None  # rows of each rank; None where all have as many
 
 # -- The moves themselves, without gradients --
 

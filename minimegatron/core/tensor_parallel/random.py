@@ -158,8 +158,7 @@ def check_same_dropout(model: Iterable[torch.nn.Module], tp_group: Any) -> None:
     On a GPU, with sequence parallelism or without `hidden_dropout` it asks nobody.
     """
     chunks = unwrap_model(list(model))
-    configs = [chunk.config for chunk in chunks if hasattr(chunk, "config")]
-    configs = [config for config in configs if hasattr(config, "hidden_dropout")]
+    configs = [c.config for c in chunks if hasattr(getattr(c, "config", None), "hidden_dropout")]
     drops = any(config.hidden_dropout > 0.0 and not config.sequence_parallel for config in configs)
     is_group = isinstance(tp_group, dist.ProcessGroup) and tp_group.size() > 1
     if not (drops and is_group) or get_device().type == "cuda":

@@ -47,9 +47,8 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = None) -> bool:
     """True on exactly one rank per value: everywhere if cut, on tensor rank 0 if whole."""
-    if getattr(param, "tensor_model_parallel", False):
-        return True
-    return tensor_model_parallel_rank(tp_group) == 0
+    is_parallel = getattr(param, "tensor_model_parallel", False)
+    return is_parallel or tensor_model_parallel_rank(tp_group) == 0
 
 
 def is_cut(param: torch.Tensor, tp_size: int) -> bool:

@@ -60,8 +60,8 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
         before = num_layers_before_chunk(config, vp_stage, stage_of(pg_collection.pp))
         self.layer_number = before + layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        size, eps = config.hidden_size, config.layernorm_epsilon
-        norm = {"config": config, "hidden_size": size, "eps": eps}
+        eps = config.layernorm_epsilon
+        norm = {"config": config, "hidden_size": config.hidden_size, "eps": eps}
         place = {"layer_number": self.layer_number, "pg_collection": pg_collection}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm)
         self.self_attention = build_module(submodules.self_attention, config=config, **place)

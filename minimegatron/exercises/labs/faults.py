@@ -400,7 +400,7 @@ FAULTS = (
     Fault(
         "replicas-counted-often",
         _TP + "sharding.py",
-        "return tensor_model_parallel_rank(tp_group) == 0",
+        "return is_parallel or tensor_model_parallel_rank(tp_group) == 0",
         "return True",
         "The gradients of weights that every tensor-parallel rank holds are in the norm t times: it "
         "is too large, and gradients are clipped too much.",

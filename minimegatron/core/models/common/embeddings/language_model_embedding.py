@@ -43,8 +43,7 @@ class LanguageModelEmbedding(MegatronModule):
     ):
         super().__init__(config)
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
-        self.vocab_size = vocab_size
-        self.max_sequence_length = max_sequence_length
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         self.num_parts = self.tp_group.size() if config.sequence_parallel else 1
         # Positions and types are added to whole sequences; without them, the sum over vocabulary
