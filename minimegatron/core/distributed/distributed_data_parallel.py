@@ -100,7 +100,6 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         self.bucket_size = size if is_cut_up else None
         self.all_buffers = self._allocate_buffers()
         frozen_alike.refuse_unmarked_in_experts(module, pg_collection)
-        self._is_compared = False
         self.all_bucket_groups = partition_buckets(
             self.all_buffers,
             backward_order=[*module.parameters()][::-1],
