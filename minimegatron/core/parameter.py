@@ -30,6 +30,8 @@ have a loss each. An expert sees the tokens of several of them, and adds up what
 from dataclasses import dataclass
 from typing import Any
 
+from minimegatron.core.util_checks import Kinds
+
 
 @dataclass(frozen=True)
 class ParameterKind:
@@ -43,19 +45,17 @@ class ParameterKind:
     """Ranks that together have every parameter of the kind: norms are summed over them."""
 
 
-KINDS = {
-    "dense": ParameterKind(tensor="tp", reduce="dp_cp", model="mp"),
-    "expert": ParameterKind(tensor="expt_tp", reduce="expt_dp", model="tp_ep_pp"),
-}
+KINDS = Kinds(
+    dense=ParameterKind(tensor="tp", reduce="dp_cp", model="mp"),
+    expert=ParameterKind(tensor="expt_tp", reduce="expt_dp", model="tp_ep_pp"),
+)
 """A further kind is added here, on every rank; its parameters have the attribute `kind`, its name."""
 
 
 def kind_of(param: Any) -> ParameterKind:
     """Raises ValueError for a `param.kind` that is not in `KINDS`."""
-    name = getattr(param, "kind", "dense" if getattr(param, "allreduce", True) else "expert")
-    if name not in KINDS:
-        raise ValueError(f"no kind of parameter is called {name!r}; use {', '.join(KINDS)}")
-    return KINDS[name]
+    name = "dense" if getattr(param, "allreduce", True) else "expert"
+    return KINDS[getattr(param, "kind", name)]
 
 
 def tensor_group(param: Any, pg_collection: Any) -> Any:

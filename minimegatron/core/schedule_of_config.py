@@ -64,16 +64,16 @@ schedule_checks.append(check_schedule)
 
 def check_stages(config: Any, num_stages: int) -> None:
     """Raises ValueError where `config` has other stages than that, or a schedule that does not fit."""
-    if config.pipeline_model_parallel_size != num_stages:
-        raise other_num_stages(config, num_stages)
+    check_num_stages(config, num_stages)
     if config.pipeline_schedule is not None:
         check_schedule(config)
 
 
-def other_num_stages(config: Any, num_stages: int) -> ValueError:
-    """The error to raise where `config` is for another number of stages than the pipeline group has."""
-    return ValueError(
-        "the configuration says pipeline_model_parallel_size="
-        f"{config.pipeline_model_parallel_size}, but the pipeline group has {num_stages} ranks; "
-        "make them equal"
-    )
+def check_num_stages(config: Any, num_stages: int) -> None:
+    """Raises ValueError where `config` is for another number of stages than the pipeline group has."""
+    if config.pipeline_model_parallel_size != num_stages:
+        raise ValueError(
+            "the configuration says pipeline_model_parallel_size="
+            f"{config.pipeline_model_parallel_size}, but the pipeline group has {num_stages} ranks; "
+            "make them equal"
+        )

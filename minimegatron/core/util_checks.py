@@ -1,4 +1,4 @@
-"""What the helpers of `core.utils` refuse.
+"""What the helpers of `core.utils` refuse; and kinds of parameters, of which only some exist.
 
 Torch-free. Megatron has no counterpart.
 """
@@ -32,3 +32,11 @@ def refuse_graph_of(backward: Callable) -> NoReturn:
         f"create_graph=True, but {backward.__qualname__} cannot be differentiated again; take "
         "gradients of gradients of a model of torch's own layers, without recomputation"
     )
+
+
+class Kinds(dict):
+    """Kinds of parameters by name; see `core.parameter`."""
+
+    def __missing__(self, name: str) -> Any:
+        """Raises ValueError with the names that there are."""
+        raise ValueError(f"no kind of parameter is called {name!r}; use {', '.join(self)}")

@@ -41,10 +41,9 @@ class _BaseDataParallel(DataParallelSurface, torch.nn.Module):
 
     def __init__(self, config: Any, module: torch.nn.Module, ddp_config: Any = None):
         super().__init__()
-        self.config = config
+        self.config, self.ddp_config = config, ddp_config
         self.module = module
         restore_marks(module)
-        self.ddp_config = ddp_config
         self.grad_scaler: Any = None
         self._built_with = step_checks.factors_of(config, ddp_config)
         self._grads_are_final = False

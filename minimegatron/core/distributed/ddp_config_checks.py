@@ -17,9 +17,9 @@ def check_gathering(ddp_config: Any) -> None:
         raise ValueError("overlap_param_gather needs overlap_grad_reduce; turn both on")
 
 
-def refuse_two_divisions(ddp_config: Any) -> None:
+def check_divided_once(config: Any, ddp_config: Any) -> None:
     """With `calculate_per_token_loss`: ValueError where the collective would divide too."""
-    if ddp_config.average_in_collective:
+    if config.calculate_per_token_loss and ddp_config.average_in_collective:
         raise ValueError(
             "average_in_collective divides by the number of ranks, calculate_per_token_loss by the "
             "number of tokens; turn one of them off"

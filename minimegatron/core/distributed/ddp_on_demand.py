@@ -16,6 +16,8 @@ from minimegatron.core.tensor_parallel import weight_grad_store
 class OnDemand:
     """The part of `DistributedDataParallel` that a plain step does without."""
 
+    _is_compared = False
+
     # -- Buffers and groups, as Megatron has them apart --
     @property
     def buffers(self) -> list[Any]:

@@ -57,11 +57,9 @@ def gradient_scaling_factor(
         num_ranks: that have a loss each: the size of `dp_cp`.
         group_size: of the group that is summed over, if that is another; see `core.parameter`.
     """
-    if config.calculate_per_token_loss:
-        ddp_config_checks.refuse_two_divisions(ddp_config)
-        return 1.0
+    ddp_config_checks.check_divided_once(config, ddp_config)
     divided = (group_size or num_ranks) if ddp_config.average_in_collective else 1
-    return divided / num_ranks
+    return 1.0 if config.calculate_per_token_loss else divided / num_ranks
 
 
 class DistributedDataParallel(OnDemand, _BaseDataParallel):
@@ -96,14 +94,12 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         self.pg_collection = pg_collection = groups_of(module, pg_collection)
         self.dp_cp_group = pg_collection.dp_cp
         # Without overlap nothing is gained by several launches.
-        self.bucket_size = None
         is_cut_up = ddp_config.overlap_grad_reduce and not disable_bucketing
-        if is_cut_up and has_first_stage(pg_collection.pp, config):
-            default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
-            self.bucket_size = ddp_config.bucket_size or default
+        is_cut_up = is_cut_up and has_first_stage(pg_collection.pp, config)
+        size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.dp_cp_group.size())
+        self.bucket_size = size if is_cut_up else None
         self.all_buffers = self._allocate_buffers()
         frozen_alike.refuse_unmarked_in_experts(module, pg_collection)
-        self._is_compared = False
         self.all_bucket_groups = partition_buckets(
             self.all_buffers,
             backward_order=[*module.parameters()][::-1],
@@ -232,10 +228,7 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         for group in self.all_bucket_groups:
             group.check_launched(force_all_reduce)
         for group in self.all_bucket_groups:
-            if group.grad_reduce_handles is None:
-                group.start_grad_sync(force_all_reduce)
-        for group in self.all_bucket_groups:
-            group.finish_grad_sync()
+            group.finish_grad_sync(force_all_reduce)
         self._grads_came = False
         if not self.optimizer_checks_grads:
             self.check_grads()
@@ -248,13 +241,11 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         looked already.
         """
         if self._grads_are_partial:
-            step_checks.refuse_unsummed_grads(
-                self.param_to_bucket_group, self.pg_collection, not self._grads_came
-            )
-        buckets = [bucket for group in self.all_bucket_groups for bucket in group.buckets]
-        noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
-        if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
-            grad_checks.raise_for_noted_grads(buckets)
+            params, is_synced = self.param_to_bucket_group, not self._grads_came
+            step_checks.refuse_unsummed_grads(params, self.pg_collection, is_synced)
+        groups = self.all_bucket_groups
+        if groups and groups[0].is_asynchronous:
+            grad_checks.check_noted_grads(groups)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's; RuntimeError where parts of it are missing and no hook gathers them."""

@@ -68,14 +68,12 @@ def _allreduce_non_tensor_model_parallel_grads(
                 key = (tensor_group(param, pg_collection), grad.dtype, is_mean)
                 messages.setdefault(key, []).append(grad)
     for (group, _, is_mean), grads in messages.items():
-        if group.size() == 1:
-            continue
-        together = torch.cat([grad.reshape(-1) for grad in grads])
-        all_reduce(together, group)
-        if is_mean:
-            together /= group.size()
-        for grad, summed in zip(grads, together.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(summed.view(grad.shape))
+        if group.size() > 1:
+            together = torch.cat([grad.reshape(-1) for grad in grads])
+            all_reduce(together, group)
+            together /= group.size() if is_mean else 1
+            for grad, part in zip(grads, together.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view(grad.shape))
 
 
 @traced("embedding-grads-all-reduce")
@@ -104,13 +102,12 @@ def _allreduce_word_embedding_grads(
         copies = embedding_copies.copies_on_odd_rank(model, copies, pp_group)
     grads = [grad for copy in copies if (grad := get_main_grad(copy)) is not None]
     if grads:
-        grad, *others = grads
-        for other in others:
-            grad.add_(other)
+        # Several copies: in another tensor. One: in its own, which is then copied to itself.
+        total = sum(grads[1:], start=grads[0])
         if num_ranks > 1:
-            all_reduce(grad, embd_group)
-        for other in others:
-            other.copy_(grad)
+            all_reduce(total, embd_group)
+        for grad in grads:
+            grad.copy_(total)
 
 
 @traced("position-embedding-grads-all-reduce")

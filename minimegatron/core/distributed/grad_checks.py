@@ -5,7 +5,7 @@ something is wrong, or cannot tell without waiting, and asks here.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ def judge_bucket(bucket: Any, machine: Any, is_asynchronous: bool) -> None:
     """RuntimeError that names rank, bucket and parameters if the gradients are not finite.
 
     On a GPU, to look at a number would stop the program in the middle of backward. There the numbers
-    are noted, and `raise_for_noted_grads` looks at them later; unless a bad result has the step run
+    are noted, and `check_noted_grads` looks at them later; unless a bad result has the step run
     again, which is decided before that.
 
     Args:
@@ -47,8 +47,12 @@ def judge_bucket(bucket: Any, machine: Any, is_asynchronous: bool) -> None:
     )
 
 
-def raise_for_noted_grads(buckets: Sequence[Any]) -> None:
-    """Raises what `judge_bucket` raises, for what it has noted of these buckets."""
+def check_noted_grads(groups: Iterable[Any]) -> None:
+    """Raises what `judge_bucket` raises, for what it has noted of the buckets of these groups."""
+    buckets = [bucket for group in groups for bucket in group.buckets]
+    noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
+    if not noted or bool(torch.cat(noted).isfinite().all()):
+        return
     for bucket in buckets:
         kinds = [] if bucket.noted is None else [*map(_kind_of_bad, bucket.noted.tolist())]
         if any(kinds):
@@ -112,11 +116,15 @@ def refuse_owed_grads(params: dict[torch.nn.Parameter, str]) -> None:
         )
 
 
-def refuse_late_launch(group: Any, force_all_reduce: bool) -> None:
-    """With overlap: RuntimeError for a group that lacks gradients, and so was never launched.
+def check_launched(group: Any, force_all_reduce: bool) -> None:
+    """RuntimeError for weight gradients of a group that are owed.
 
-    ValueError where `force_all_reduce` asks for another collective than was launched.
+    With overlap, likewise for one that lacks gradients, and so was never launched; ValueError where
+    `force_all_reduce` asks for another collective than was launched.
     """
+    refuse_owed_grads(group.params)
+    if not group.ddp_config.overlap_grad_reduce:
+        return
     missing = [name for param, name in group.params.items() if param not in group.params_with_grad]
     if group.grad_reduce_handles is None and missing:
         raise RuntimeError(

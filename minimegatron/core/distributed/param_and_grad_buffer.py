@@ -88,8 +88,7 @@ class _ParamAndGradBucketGroup:
         data_parallel_group: dist.ProcessGroup,
     ):
         self.buckets = buckets
-        self.ddp_config = ddp_config
-        self.data_parallel_group = data_parallel_group
+        self.ddp_config, self.data_parallel_group = ddp_config, data_parallel_group
         self.params = {param: name for bucket in buckets for param, name in bucket.params.items()}
         # Neighbours in the order of backward. Forward meets the groups in the opposite order.
         self.previous_bucket_group: _ParamAndGradBucketGroup | None = None
@@ -114,7 +113,7 @@ class _ParamAndGradBucketGroup:
         self.params_with_grad.clear()
         self.grad_reduce_handles = None
         # Who judges the gradients, and whether a look at a number would stop the program.
-        self._machine, self._is_asynchronous = current.machine, device_is_asynchronous()
+        self._machine, self.is_asynchronous = current.machine, device_is_asynchronous()
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:
         """Notes that `param.main_grad` is complete; launches the groups that are now due.
@@ -179,11 +178,9 @@ class _ParamAndGradBucketGroup:
         for us: to launch now would hide the fault, and to wait on other buckets would hang. With or
         without overlap, raises RuntimeError for weight gradients that are owed.
         """
-        if WeightGradStore.any_made:
-            grad_checks.refuse_owed_grads(self.params)
         is_late = force_all_reduce or self.grad_reduce_handles is None
-        if self.ddp_config.overlap_grad_reduce and is_late:
-            grad_checks.refuse_late_launch(self, force_all_reduce)
+        if WeightGradStore.any_made or self.ddp_config.overlap_grad_reduce and is_late:
+            grad_checks.check_launched(self, force_all_reduce)
 
     def _check_grads(self) -> None:
         """Has each bucket judged that may be bad: see `grad_checks.judge_bucket`.
@@ -191,10 +188,10 @@ class _ParamAndGradBucketGroup:
         A finite sum has only finite terms. On a GPU that is not looked at here, and where a bad result
         has the step run again, each sum is compared.
         """
-        is_told_by_sum = self._machine.mode is RerunMode.DISABLED and not self._is_asynchronous
+        is_told_by_sum = self._machine.mode is RerunMode.DISABLED and not self.is_asynchronous
         for bucket in self.buckets:
             if not (is_told_by_sum and math.isfinite(bucket.grad_data.sum())):
-                grad_checks.judge_bucket(bucket, self._machine, self._is_asynchronous)
+                grad_checks.judge_bucket(bucket, self._machine, self.is_asynchronous)
 
     # -- Parameters, with a distributed optimizer --
 
@@ -250,10 +247,9 @@ class _ParamAndGradBuffer:
         param_to_name: Mapping[torch.nn.Parameter, str],
         gradient_scaling_factor: float,
     ):
-        self.ddp_config = ddp_config
+        self.ddp_config, self.data_parallel_group = ddp_config, data_parallel_group
         self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
         self.params = params
-        self.data_parallel_group = data_parallel_group
         sharded, device = ddp_config.use_distributed_optimizer, params[0].device
         self.layout = lay_out_buffer(
             [param.numel() for param in params],
@@ -264,9 +260,8 @@ class _ParamAndGradBuffer:
         self.numel = self.layout.numel
         self.param_index_map = dict(zip(params, self.layout.params, strict=True))
         self.grad_data = torch.zeros(self.numel, dtype=grad_dtype, device=device)
-        self.param_data = None
-        if sharded:
-            self.param_data = torch.zeros(self.numel, dtype=param_dtype, device=device)
+        of_params = {"dtype": param_dtype, "device": device}
+        self.param_data = torch.zeros(self.numel, **of_params) if sharded else None
         for param, (start, end, _) in self.param_index_map.items():
             param.main_grad = self.grad_data[start:end].view(param.shape)
             if self.param_data is not None:
@@ -334,6 +329,5 @@ def partition_buckets(
         for part, buffer in parts.values()
     ]
     for earlier, later in pairwise(groups):
-        earlier.next_bucket_group = later
-        later.previous_bucket_group = earlier
+        earlier.next_bucket_group, later.previous_bucket_group = later, earlier
     return groups

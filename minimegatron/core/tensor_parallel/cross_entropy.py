@@ -54,9 +54,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         collectives.all_reduce(predicted, group)
 
         # -- Label smoothing takes a share from the target, and spreads it over all classes --
-        spread = 0.0
-        if label_smoothing > 0:
-            spread, predicted = smooth(label_smoothing, predicted, logits, vocab_size, group)
+        given = (label_smoothing, predicted, logits, vocab_size, group)
+        spread, predicted = smooth(*given) if label_smoothing > 0 else (0.0, predicted)
 
         softmax = logits.exp_()
         normaliser = softmax.sum(dim=-1)

@@ -84,8 +84,7 @@ class VocabParallelEmbedding(torch.nn.Module):
         tp_group: Any = None,
     ):
         super().__init__()
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         rank, size = self.tp_group.rank(), self.tp_group.size()
@@ -190,10 +189,10 @@ def linear(
         return F.linear(input, weight, bias)
     group = get_tensor_model_parallel_group_if_none(tp_group)
     owe = None if store is None else partial(store.put, weight)
-    if torch.is_autocast_enabled(input.device.type):
-        input, weight, bias = cast_for_autocast(input, weight, bias)
+    given = (input, weight, bias)
+    given = cast_for_autocast(*given) if torch.is_autocast_enabled(input.device.type) else given
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
-        input, weight, bias, allreduce_dgrad, sequence_parallel, owe, group
+        *given, allreduce_dgrad, sequence_parallel, owe, group
     )
 
 
@@ -244,8 +243,7 @@ class ColumnParallelLinear(OwingLinear):
         super().__init__()
         self.input_size, self.output_size = input_size, output_size
         self.config = config
-        self.gather_output = gather_output
-        self.skip_bias_add = skip_bias_add
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group, is_expert)
         self.output_size_per_partition = divide(output_size, self.tp_group.size())
         has_own_exchange = self.tp_group.size() > 1 and not is_expert
@@ -254,12 +252,11 @@ class ColumnParallelLinear(OwingLinear):
             has_own_exchange and not self.sequence_parallel and not disable_grad_reduce
         )
         size, dtype, group = self.output_size_per_partition, config.params_dtype, self.tp_group
-        self.weight = self.bias = None
+        self.weight = None
         if not skip_weight_param_allocation:
             shape = (size, input_size)
             self.weight = new_weight(shape, dtype, init_method, 0, group, stride, partition_sizes)
-        if bias:
-            self.bias = _new_bias(size, dtype, True, stride, partition_sizes)
+        self.bias = _new_bias(size, dtype, True, stride, partition_sizes) if bias else None
         self.set_up_owing(
             delay_wgrad_compute,
             group if self.sequence_parallel else None,
@@ -329,8 +326,7 @@ class RowParallelLinear(OwingLinear):
         super().__init__()
         self.input_size, self.output_size = input_size, output_size
         self.config = config
-        self.input_is_parallel = input_is_parallel
-        self.skip_bias_add = skip_bias_add
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group, is_expert)
         self.input_size_per_partition = divide(input_size, self.tp_group.size())
         self.is_expert = is_expert
@@ -358,6 +354,5 @@ class RowParallelLinear(OwingLinear):
             output = reduce_scatter_to_sequence_parallel_region(output, self.tp_group)
         elif not self.is_expert:
             output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
-        if self.skip_bias_add:
-            return output, self.bias
-        return (output if self.bias is None else output + self.bias), None
+        is_kept = self.skip_bias_add or self.bias is None
+        return (output, self.bias) if is_kept else (output + self.bias, None)

@@ -1,7 +1,9 @@
-"""What a tensor-parallel linear layer refuses, in words.
+"""What a tensor-parallel linear layer refuses, and a cut of its stacked matrices, in words.
 
 Megatron has no counterpart.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -25,4 +27,15 @@ def check_input_is_cut(sequence_parallel: bool, input_is_parallel: bool) -> None
         raise ValueError(
             "a row-parallel layer under sequence_parallel takes features that are cut "
             "already; set input_is_parallel=True or turn sequence_parallel off"
+        )
+
+
+def check_sections(dim: int, length: int, sizes: Sequence[int], tp_size: int) -> None:
+    """Raises ValueError where dimension `dim`, of `length`, is no whole number of such matrices."""
+    if length % (tp_size * sum(sizes)):
+        raise ValueError(
+            f"dimension {dim} has {length} elements, which cannot be "
+            f"{len(sizes)} stacked matrices of sizes {':'.join(map(str, sizes))}, each cut over "
+            f"{tp_size} ranks; make it a multiple of {tp_size * sum(sizes)} (partition_sizes are "
+            "those of one rank's pieces)"
         )

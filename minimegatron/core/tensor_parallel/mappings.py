@@ -35,35 +35,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.symbolic_region import SymbolicRegion
-from minimegatron.core.tensor_parallel.uneven_rows import (
-    _AllToAll,  # noqa: F401  Megatron has both here
-    all_to_all,  # noqa: F401
-    gather_uneven,
-    reduce_scatter_uneven,
-)
+from minimegatron.core.tensor_parallel.uneven_rows import gather_uneven, reduce_scatter_uneven
 from minimegatron.core.tensor_parallel.utils import divide, get_tensor_model_parallel_group_if_none
 from minimegatron.exports import all_of
 
 # Megatron has all rows of the table here.
 __getattr__, __dir__ = all_of(__name__, "minimegatron.core.tensor_parallel.standalone_regions")
 
+Sizes = Sequence[int] | None  # rows of each rank; None where all have as many
+
 # -- The moves themselves, without gradients --
 
 
-def _reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def _reduce(tensor: Tensor, group: Any) -> Tensor:
     """The sum over `group`, in a new tensor: autograd forbids changing the caller's."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, group)
     return total
 
 
-def _gather_along_first_dim(
-    tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None
-) -> torch.Tensor:
+def _gather_along_first_dim(tensor: Tensor, group: Any, sizes: Sizes = None) -> Tensor:
     if sizes is not None:
         return gather_uneven(tensor, group, sizes)
     gathered = tensor.new_empty((group.size() * tensor.size(0), *tensor.shape[1:]))
@@ -71,9 +67,7 @@ def _gather_along_first_dim(
     return gathered
 
 
-def _reduce_scatter_along_first_dim(
-    tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None
-) -> torch.Tensor:
+def _reduce_scatter_along_first_dim(tensor: Tensor, group: Any, sizes: Sizes = None) -> Tensor:
     if sizes is not None:
         return reduce_scatter_uneven(tensor, group, sizes)
     share = tensor.new_empty((divide(tensor.size(0), group.size()), *tensor.shape[1:]))
@@ -128,7 +122,7 @@ class _ReduceScatterToSequenceParallelRegion(SymbolicRegion):
 # -- The functions to call --
 
 
-def _apply(function: Any, input_: torch.Tensor, group: Any | None, *options: Any) -> torch.Tensor:
+def _apply(function: Any, input_: Tensor, group: Any | None, *options: Any) -> Tensor:
     """A group of one has nothing to exchange; all of them are then the identity."""
     group = get_tensor_model_parallel_group_if_none(group)
     if group.size() == 1:
@@ -136,25 +130,19 @@ def _apply(function: Any, input_: torch.Tensor, group: Any | None, *options: Any
     return function.apply(input_, group, *options)
 
 
-def copy_to_tensor_model_parallel_region(
-    input_: torch.Tensor, group: Any | None = None
-) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Any | None = None) -> Tensor:
     """Enters a tensor-parallel region: the same tensor; backward sums its gradient over `group`."""
     return _apply(_CopyToModelParallelRegion, input_, group)
 
 
-def reduce_from_tensor_model_parallel_region(
-    input_: torch.Tensor, group: Any | None = None
-) -> torch.Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Any | None = None) -> Tensor:
     """Leaves a tensor-parallel region: the sum over `group`; backward hands the gradient on."""
     return _apply(_ReduceFromModelParallelRegion, input_, group)
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    input_: torch.Tensor,
-    group: Any | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-) -> torch.Tensor:
+    input_: Tensor, group: Any | None = None, input_split_sizes: Sizes = None
+) -> Tensor:
     """[s, ...] -> this rank's [s/t, ...] of the sum, or as many rows as `input_split_sizes` says.
 
     Raises ValueError if t does not divide s, or the sizes do not fit.

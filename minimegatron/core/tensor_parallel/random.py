@@ -25,6 +25,7 @@ each iterator of a `DataLoader` that has no generator of its own. Where only som
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,17 +62,14 @@ def get_rng_state() -> torch.Tensor:
 def set_rng_state(state: torch.Tensor) -> None:
     """The generator gives again what it gave after `get_rng_state` returned `state`."""
     device = get_device()
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    of_gpu = partial(torch.cuda.set_rng_state, device=device)
+    set_state = of_gpu if device.type == "cuda" else torch.set_rng_state
+    set_state(state)
 
 
 def _manual_seed(seed: int) -> None:
-    if get_device().type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    generator = torch.cuda if get_device().type == "cuda" else torch.default_generator
+    generator.manual_seed(seed)
 
 
 class CudaRNGStatesTracker(KeptRNGStates):
@@ -142,8 +140,7 @@ def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int | None = None) ->
         seed: equal over the ranks of a tensor-parallel group.
         tp_rank: None for `parallel_state`'s.
     """
-    if tp_rank is None:
-        tp_rank = tensor_model_parallel_rank()
+    tp_rank = tensor_model_parallel_rank() if tp_rank is None else tp_rank
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     if get_device().type == "cuda":
@@ -161,8 +158,7 @@ def check_same_dropout(model: Iterable[torch.nn.Module], tp_group: Any) -> None:
     On a GPU, with sequence parallelism or without `hidden_dropout` it asks nobody.
     """
     chunks = unwrap_model(list(model))
-    configs = [chunk.config for chunk in chunks if hasattr(chunk, "config")]
-    configs = [config for config in configs if hasattr(config, "hidden_dropout")]
+    configs = [c.config for c in chunks if hasattr(getattr(c, "config", None), "hidden_dropout")]
     drops = any(config.hidden_dropout > 0.0 and not config.sequence_parallel for config in configs)
     is_group = isinstance(tp_group, dist.ProcessGroup) and tp_group.size() > 1
     if not (drops and is_group) or get_device().type == "cuda":

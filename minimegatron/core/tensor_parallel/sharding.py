@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.tensor_parallel.sharding_checks import refuse_sections
+from minimegatron.core.tensor_parallel import linear_checks
 from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
 from minimegatron.exports import all_of
 
@@ -35,8 +35,7 @@ def set_tensor_model_parallel_attributes(
 ) -> None:
     """Records how `tensor` is cut over the tensor-parallel ranks. Mirrors: `layers`, same name."""
     tensor.tensor_model_parallel = is_parallel
-    tensor.partition_dim = dim
-    tensor.partition_stride = stride
+    tensor.partition_dim, tensor.partition_stride = dim, stride
     tensor.partition_sizes = partition_sizes
 
 
@@ -48,9 +47,8 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = None) -> bool:
     """True on exactly one rank per value: everywhere if cut, on tensor rank 0 if whole."""
-    if getattr(param, "tensor_model_parallel", False):
-        return True
-    return tensor_model_parallel_rank(tp_group) == 0
+    is_parallel = getattr(param, "tensor_model_parallel", False)
+    return is_parallel or tensor_model_parallel_rank(tp_group) == 0
 
 
 def is_cut(param: torch.Tensor, tp_size: int) -> bool:
@@ -65,8 +63,7 @@ def section_sizes(param: torch.Tensor, length: int, tp_size: int = 1) -> list[in
     the matrices do not fill it, or if one of them cannot be cut over `tp_size` ranks.
     """
     sizes = getattr(param, "partition_sizes", None) or [1] * param.partition_stride
-    if length % (tp_size * sum(sizes)):
-        refuse_sections(param.partition_dim, length, sizes, tp_size)
+    linear_checks.check_sections(param.partition_dim, length, sizes, tp_size)
     return [length // sum(sizes) * size for size in sizes]
 
 

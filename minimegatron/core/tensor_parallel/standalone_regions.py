@@ -16,10 +16,11 @@ from minimegatron.core.tensor_parallel.mappings import (
 )
 from minimegatron.core.tensor_parallel.symbolic_region import SymbolicRegion
 from minimegatron.core.tensor_parallel.tensor_pieces import split_tensor_along_last_dim
-from minimegatron.core.tensor_parallel.uneven_rows import check_sizes
+from minimegatron.core.tensor_parallel.uneven_rows import _AllToAll, all_to_all, check_sizes
 from minimegatron.core.utils import divide
 
 __all__ = [
+    "_AllToAll",
     "_GatherFromModelParallelRegion",
     "_GatherFromSequenceParallelRegion",
     "_ScatterToModelParallelRegion",
@@ -27,12 +28,13 @@ __all__ = [
     "_gather_along_last_dim",
     "_split_along_first_dim",
     "_split_along_last_dim",
+    "all_to_all",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
 ]
-"""`mappings` offers these."""
+"""`mappings` offers these; two are of `uneven_rows`."""
 
 # -- The moves --
 

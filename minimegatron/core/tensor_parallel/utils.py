@@ -21,18 +21,14 @@ def get_tensor_model_parallel_group_if_none(tp_group: Any | None, is_expert: boo
     Anything with `rank()` and `size()` will do for a group of one; more ranks need a
     `torch.distributed.ProcessGroup`. Mirrors: `megatron.core.utils`, same name.
     """
-    if tp_group is not None:
-        return tp_group
-    if is_expert:
+    if tp_group is None and is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
 
 
 def tensor_model_parallel_rank(tp_group: Any | None = None) -> int:
     """Our place in `tp_group`; for None what `parallel_state` says, where it may be set by hand."""
-    if tp_group is None:
-        return parallel_state.get_tensor_model_parallel_rank()
-    return tp_group.rank()
+    return parallel_state.get_tensor_model_parallel_rank() if tp_group is None else tp_group.rank()
 
 
 def weight_gradient(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:

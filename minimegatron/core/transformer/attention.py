@@ -135,7 +135,6 @@ class SelfAttention(DelayedWgrad, MegatronModule):
         if rotary_pos_emb is not None:
             query = apply_rotary_pos_emb(query, rotary_pos_emb)
             key = apply_rotary_pos_emb(key, rotary_pos_emb)
-        attend = self.core_attention
-        if checkpoint_core_attention and self.training:
-            attend = partial(checkpoint, attend, False)
+        again = checkpoint_core_attention and self.training
+        attend = partial(checkpoint, self.core_attention, False) if again else self.core_attention
         return self.linear_proj(attend(query, key, value, attention_mask))

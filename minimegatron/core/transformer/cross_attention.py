@@ -6,7 +6,9 @@ Of a heads, each tensor-parallel rank has a/t, as in self-attention. The key and
 weight, with rows [k v] per head, so that cutting the rows evenly gives each rank whole heads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -151,3 +153,24 @@ class CrossAttention(MegatronModule):
         self.linear_proj.backward_dw()
         self.linear_kv.backward_dw()
         self.linear_q.backward_dw()
+
+
+def attend_to_context(
+    layer: Any,
+    bias_dropout_add: Callable[..., torch.Tensor],
+    hidden_states: torch.Tensor,
+    context: torch.Tensor | None,
+    context_mask: torch.Tensor | None,
+    checkpoint_core_attention: bool,
+) -> torch.Tensor:
+    """The sublayer of a `TransformerLayer` with cross attention: x + attention(norm(x), context).
+
+    `bias_dropout_add` adds, as in the other sublayers.
+    """
+    attended = layer.cross_attention(
+        layer.pre_cross_attn_layernorm(hidden_states),
+        context_mask,
+        context,
+        checkpoint_core_attention=checkpoint_core_attention,
+    )
+    return bias_dropout_add(attended, hidden_states, layer.hidden_dropout, layer.training)

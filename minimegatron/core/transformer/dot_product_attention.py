@@ -47,8 +47,7 @@ class DotProductAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
-        self.layer_number = layer_number
-        self.attn_mask_type = attn_mask_type
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
         self.softmax_scale = softmax_scale
         given = attention_dropout
         self.attention_dropout = config.attention_dropout if given is None else given
@@ -60,9 +59,9 @@ class DotProductAttention(MegatronModule):
     ) -> tuple[Tensor | None, bool]:
         """(True where attention may look, or None for no mask, is it plain causal instead)."""
         causal = self.attn_mask_type in CAUSAL
-        if self.attn_mask_type == AttnMaskType.no_mask or attention_mask is None:
-            return None, causal
-        return visible_places(attention_mask, causal, s_q, s_k), False
+        is_plain = self.attn_mask_type == AttnMaskType.no_mask or attention_mask is None
+        given = (attention_mask, causal, s_q, s_k)
+        return (None, causal) if is_plain else (visible_places(*given), False)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None

@@ -11,7 +11,7 @@ that all earlier virtual stages build, so every layer is built once, whatever th
 from typing import Any
 
 from minimegatron.core.orders.orders import placement_of
-from minimegatron.core.transformer.layer_placement_checks import check_chunk, check_division
+from minimegatron.core.transformer.layer_placement_checks import check_chunk, layers_on_each
 from minimegatron.core.transformer.mtp_placement import get_mtp_ranks
 from minimegatron.core.transformer.stages_as_told import are_told, layers_as_told
 from minimegatron.exports import all_of
@@ -26,11 +26,8 @@ def layers_of_virtual_stages(config: Any) -> list[int]:
     Raises:
         ValueError: the layers cannot be divided so, with the numbers and the remedy.
     """
-    if are_told(config):
-        return layers_as_told(config)
-    check_division(config)
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    return [config.num_layers // (p * v)] * (p * v)
+    return layers_as_told(config) if are_told(config) else [layers_on_each(config)] * (p * v)
 
 
 def virtual_stage_of(config: Any, vp_stage: int | None, pp_rank: int) -> int:

@@ -1,4 +1,4 @@
-"""What the placement of layers refuses: numbers that do not divide, chunks that there are not.
+"""Layers divided over stages; numbers that do not divide, and chunks that there are not, are refused.
 
 Torch-free. Megatron has no counterpart.
 """
@@ -6,8 +6,11 @@ Torch-free. Megatron has no counterpart.
 from typing import Any
 
 
-def check_division(config: Any, extra: int = 0) -> None:
-    """Raises ValueError unless layers, and `extra` for embedding and loss, divide over stages."""
+def layers_on_each(config: Any, extra: int = 0) -> int:
+    """Layers, and `extra` for embedding and loss, on each virtual stage, where all have as many.
+
+    Raises ValueError unless they divide over stages.
+    """
     p, total = config.pipeline_model_parallel_size, config.num_layers + extra
     if total % p:
         counted = f" (+ {extra} for embedding and loss)" if extra else ""
@@ -18,6 +21,7 @@ def check_division(config: Any, extra: int = 0) -> None:
             "or num_layers_in_last_pipeline_stage"
         )
     check_division_over_chunks(config, [total // p] * p)
+    return total // p // (config.virtual_pipeline_model_parallel_size or 1)
 
 
 def check_division_over_chunks(config: Any, layers_of_ranks: list[int]) -> None:

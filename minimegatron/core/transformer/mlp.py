@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
+from minimegatron.core.transformer.mlp_variants import gated, scaled_output
 from minimegatron.core.transformer.module import MegatronModule
-from minimegatron.core.transformer.scaled_tokens import scaled_output
 from minimegatron.core.transformer.spec_utils import build_module
 from minimegatron.core.transformer.submodules import MLPSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -75,11 +75,6 @@ class MLP(DelayedWgrad, MegatronModule):
         multiplies the activation, and the bias that is added is its product with it.
         """
         wide, _ = self.linear_fc1(hidden_states)
-        if self.config.gated_linear_unit:
-            gate, up = wide.chunk(2, dim=-1)
-            wide = self.config.activation_func(gate) * up
-        else:
-            wide = self.config.activation_func(wide)
-        if per_token_scale is not None:
-            return scaled_output(self.linear_fc2, wide, per_token_scale)
-        return self.linear_fc2(wide)
+        activate, fc2, scale = self.config.activation_func, self.linear_fc2, per_token_scale
+        wide = gated(activate, wide) if self.config.gated_linear_unit else activate(wide)
+        return fc2(wide) if scale is None else scaled_output(fc2, wide, scale)

@@ -33,10 +33,9 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     if freqs.dim() != 4 or freqs.size(0) != t.size(0):
         refuse_angles(freqs, t)
     width = freqs.size(-1)
-    if width < t.size(-1):
-        turned = apply_rotary_pos_emb(t[..., :width], freqs)
-        return torch.cat((turned, t[..., width:]), dim=-1)
+    t, rest = t[..., :width], t[..., width:]
     cos, sin = freqs.cos().to(t.dtype), freqs.sin().to(t.dtype)
     # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). The sign goes to the sine, which is small.
     first, second = sin.chunk(2, dim=-1)
-    return t * cos + t.roll(width // 2, dims=-1) * torch.cat((-first, second), dim=-1)
+    turned = t * cos + t.roll(width // 2, dims=-1) * torch.cat((-first, second), dim=-1)
+    return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned

@@ -14,8 +14,8 @@ from minimegatron.core.orders.placement import Placement
 from minimegatron.core.transformer import pipeline_parallel_layer_layout as written
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.layer_placement_checks import (
-    check_division,
     check_division_over_chunks,
+    layers_on_each,
 )
 
 knob = partial(knobs.knob, section="parallel")
@@ -80,8 +80,7 @@ def layers_as_told(config: Any) -> list[int]:
 def _with_ends_counted(config: Any, num_stages: int) -> list[int]:
     embedding = config.account_for_embedding_in_pipeline_split
     loss = config.account_for_loss_in_pipeline_split
-    check_division(config, embedding + loss)
-    stages = [(config.num_layers + embedding + loss) // num_stages] * num_stages
+    stages = [layers_on_each(config, embedding + loss)] * num_stages
     stages[0] -= embedding
     stages[-1] -= loss
     if min(stages) < 0:

@@ -45,10 +45,9 @@ def WrappedTorchNorm(
     """
     norm_class = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
     norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
-    if gradient_is_partial is None:
-        gradient_is_partial = config.sequence_parallel
+    is_partial = config.sequence_parallel if gradient_is_partial is None else gradient_is_partial
     for name, param in norm.named_parameters():
-        param.sequence_parallel = gradient_is_partial
+        param.sequence_parallel = is_partial
         param.init_method = torch.nn.init.ones_ if name == "weight" else torch.nn.init.zeros_
     note_marks(norm)
     return norm

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection, num_stages_of, stage_of
-from minimegatron.core.schedule_of_config import other_num_stages
+from minimegatron.core.schedule_of_config import check_num_stages
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from minimegatron.core.transformer import layers_of_rank
 from minimegatron.core.transformer.block_recompute import recomputed_forward
@@ -61,10 +61,8 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
         super().__init__(config)
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         stage, num_stages = stage_of(pg_collection.pp), num_stages_of(pg_collection.pp)
-        if config.pipeline_model_parallel_size != num_stages:
-            raise other_num_stages(config, num_stages)
-        self.pre_process = pre_process
-        self.post_process = post_process
+        check_num_stages(config, num_stages)
+        self.pre_process, self.post_process = pre_process, post_process
         self.vp_stage = vp_stage
         self.input_tensor: torch.Tensor | None = None
         submodules = layers_of_rank.get_block_submodules(config, spec, vp_stage, stage)
@@ -77,9 +75,8 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
         self.layers = PartOfModuleList(layers, first)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm = None
-        is_last = post_process
-        if config.mtp_num_layers is not None:
-            is_last = len(self.layers) > 0 and first + len(self.layers) == config.num_layers
+        has_last_layer = 0 < len(self.layers) == config.num_layers - first
+        is_last = post_process if config.mtp_num_layers is None else has_last_layer
         if is_last and post_layer_norm:
             self.final_layernorm = build_module(
                 submodules.layer_norm, config, config.hidden_size, eps=config.layernorm_epsilon
@@ -108,28 +105,22 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
             rotary_pos_emb: angles [s, 1, 1, d'], or None.
             checkpoint_activations_microbatch: see `Recompute.of`.
         """
+        word, mask = checkpoint_activations_microbatch, attention_mask
         hidden_states = self.first_input(hidden_states)
-        others = {
-            "context": context,
-            "context_mask": context_mask,
-            "rotary_pos_emb": rotary_pos_emb,
-        }
+        rest = {"context": context, "context_mask": context_mask, "rotary_pos_emb": rotary_pos_emb}
         with dropout_rng(self.config, self.training):
-            if checkpoint_activations_microbatch or self.config.recompute_granularity is not None:
-                hidden_states = recomputed_forward(
-                    self, checkpoint_activations_microbatch, hidden_states, attention_mask, **others
-                )
+            if word or self.config.recompute_granularity is not None:
+                hidden_states = recomputed_forward(self, word, hidden_states, mask, **rest)
             else:
                 for layer in self.layers:
-                    hidden_states, _ = layer(hidden_states, attention_mask, **others)
+                    hidden_states, _ = layer(hidden_states, mask, **rest)
         if self.final_layernorm is None:
             return hidden_states
         return self.final_layernorm(hidden_states)
 
     def first_input(self, hidden_states: torch.Tensor | None) -> torch.Tensor:
         """What the first layer gets. Raises ValueError if nothing is there."""
-        if not self.pre_process:
-            hidden_states = self.input_tensor
+        hidden_states = hidden_states if self.pre_process else self.input_tensor
         if hidden_states is None:
             refuse_no_input()
         # A chunk without layers must not hand on its input itself: sent on and then freed, it

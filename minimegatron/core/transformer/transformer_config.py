@@ -104,15 +104,12 @@ class TransformerConfig(LateFields, SecondSubjects, ModelParallelConfig):
         if self.kv_channels is None:
             transformer_config_checks.check_width_of_heads(self)
             self.kv_channels = self.hidden_size // self.num_attention_heads
-        if self.ffn_hidden_size is None:
-            self.ffn_hidden_size = 4 * self.hidden_size
-        if self.num_query_groups is None:
-            self.num_query_groups = self.num_attention_heads
+        width, groups = self.ffn_hidden_size, self.num_query_groups
+        self.ffn_hidden_size = 4 * self.hidden_size if width is None else width
+        self.num_query_groups = self.num_attention_heads if groups is None else groups
         transformer_config_checks.check_sizes(self)
         self.check_subjects()
-        std = self.init_method_std
-        if self.init_method is None:
-            self.init_method = init_method_normal(std)
-        if self.output_layer_init_method is None:
-            self.output_layer_init_method = scaled_init_method_normal(std, self.num_layers)
+        std, given = self.init_method_std, self.output_layer_init_method
+        self.init_method = self.init_method or init_method_normal(std)
+        self.output_layer_init_method = given or scaled_init_method_normal(std, self.num_layers)
         note_made(self)

@@ -1,4 +1,4 @@
-"""What a transformer's configuration refuses of its sizes.
+"""What a transformer's configuration refuses of its sizes; what is no configuration of 16 bits.
 
 Megatron has this in `megatron.core.transformer.transformer_config`.
 """
@@ -36,3 +36,9 @@ def check_sizes(config: Any) -> None:
                 f"{name} {size} is not divisible by tensor_model_parallel_size {t}; "
                 f"make {name} a multiple of {t}"
             )
+
+
+def check_is_half(config: Any) -> None:
+    """Raises ValueError where a model is to be converted to 16 bits, and `config` has none."""
+    if not (config.fp16 or config.bf16):
+        raise ValueError("Float16Module needs config.fp16 or config.bf16; both are off")

@@ -10,6 +10,7 @@ from torch import Tensor
 from minimegatron.core import call_attributes
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.cross_attention import attend_to_context
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.layers_of_rank import get_transformer_layer_offset  # noqa: F401
@@ -59,11 +60,8 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
         before = num_layers_before_chunk(config, vp_stage, stage_of(pg_collection.pp))
         self.layer_number = before + layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        norm = {
-            "config": config,
-            "hidden_size": config.hidden_size,
-            "eps": config.layernorm_epsilon,
-        }
+        eps = config.layernorm_epsilon
+        norm = {"config": config, "hidden_size": config.hidden_size, "eps": eps}
         place = {"layer_number": self.layer_number, "pg_collection": pg_collection}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm)
         self.self_attention = build_module(submodules.self_attention, config=config, **place)
@@ -93,15 +91,8 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
             hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
         )
         if self.cross_attention is not None:
-            attended = self.cross_attention(
-                self.pre_cross_attn_layernorm(hidden_states),
-                context_mask,
-                context,
-                checkpoint_core_attention=checkpoint_core_attention,
-            )
-            hidden_states = bias_dropout_add(
-                attended, hidden_states, self.hidden_dropout, self.training
-            )
+            given = (hidden_states, context, context_mask, checkpoint_core_attention)
+            hidden_states = attend_to_context(self, bias_dropout_add, *given)
         return self._forward_mlp(hidden_states), context
 
     def _forward_attention(

@@ -307,8 +307,8 @@ FAULTS = (
     Fault(
         "gradients-not-averaged",
         _DDP + "distributed_data_parallel.py",
-        "return divided / num_ranks",
-        "return 1.0",
+        "else divided / num_ranks",
+        "else 1.0",
         "The sum over d data-parallel ranks is not divided by d: gradients are d times too large.",
     ),
     Fault(
@@ -345,7 +345,7 @@ FAULTS = (
     Fault(
         "tied-embedding-not-summed",
         _DDP + "finalize_model_grads.py",
-        "            all_reduce(grad, embd_group)\n",
+        "            all_reduce(total, embd_group)\n",
         "            pass\n",
         "The first and the last stage each keep their own part of the tied weight's gradient, and "
         "would update their copies differently.",
@@ -353,7 +353,7 @@ FAULTS = (
     Fault(
         "norm-gradients-not-summed",
         _DDP + "finalize_model_grads.py",
-        "        all_reduce(together, group)\n",
+        "            all_reduce(together, group)\n",
         "",
         "Under sequence parallelism each rank's norm layers have seen a part of the sequence only, so "
         "each rank has only a term of their gradient.",
@@ -361,8 +361,8 @@ FAULTS = (
     Fault(
         "norm-gradients-averaged",
         _DDP + "finalize_model_grads.py",
-        "        all_reduce(together, group)\n",
-        "        all_reduce(together, group)\n        together.div_(group.size())\n",
+        "            all_reduce(together, group)\n",
+        "            all_reduce(together, group)\n            together.div_(group.size())\n",
         "Each rank's part of the sequence gives a term of the gradient of the norm layers, not an "
         "estimate of it: averaged, it is t times too small.",
     ),
@@ -400,7 +400,7 @@ FAULTS = (
     Fault(
         "replicas-counted-often",
         _TP + "sharding.py",
-        "return tensor_model_parallel_rank(tp_group) == 0",
+        "return is_parallel or tensor_model_parallel_rank(tp_group) == 0",
         "return True",
         "The gradients of weights that every tensor-parallel rank holds are in the norm t times: it "
         "is too large, and gradients are clipped too much.",

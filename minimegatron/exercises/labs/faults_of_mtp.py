@@ -126,8 +126,8 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-final-norm-at-the-loss",
         "core/transformer/transformer_block.py",
-        "        if config.mtp_num_layers is not None:\n",
-        "        if False:\n",
+        "        is_last = post_process if config.mtp_num_layers is None else has_last_layer\n",
+        "        is_last = post_process\n",
         "The final norm stays with the loss. Further layers begin with what it has not yet normalised, "
         "and on a stage of their own they are normalised twice.",
     ),

@@ -37,8 +37,8 @@ FAULTS_OF_NAMES = (
     Fault(
         "stage-that-thinks-it-is-alone",
         "core/transformer/transformer_block.py",
-        "        if config.pipeline_model_parallel_size != num_stages:\n",
-        "        if False:\n",
+        "        check_num_stages(config, num_stages)\n",
+        "",
         "With a configuration of one stage, each of four stages builds the whole model's layers.",
     ),
 )

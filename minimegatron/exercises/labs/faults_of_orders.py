@@ -58,8 +58,8 @@ FAULTS_OF_ORDERS = (
     Fault(
         "tied-copies-of-one-rank-not-summed",
         "core/distributed/finalize_model_grads.py",
-        "            grad.add_(other)\n",
-        "            pass\n",
+        "        total = sum(grads[1:], start=grads[0])\n",
+        "        total = grads[0]\n",
         "Where the model begins and ends on one rank, its two copies of the tied embedding become "
         "different.",
     ),

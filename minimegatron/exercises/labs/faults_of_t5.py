@@ -43,9 +43,9 @@ FAULTS_OF_T5 = (
     ),
     Fault(
         "cross-attention-on-decoder-states",
-        "core/transformer/transformer_layer.py",
-        "                context_mask,\n                context,\n",
-        "                context_mask,\n                hidden_states,\n",
+        "core/transformer/cross_attention.py",
+        "        context_mask,\n        context,\n",
+        "        context_mask,\n        hidden_states,\n",
         "Cross attention looks at the decoder's own states: the answer never sees the question, and a "
         "token sees all that comes after it. The mask has the question's length: if the answer's is "
         "another one, attention raises an error. If both are of one length, nothing fails.",

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from minimegatron.core import call_attributes
 from minimegatron.core.models.common.embeddings import LanguageModelEmbedding, RotaryEmbedding
-from minimegatron.core.models.common.embeddings.embedding_checks import check_embedded
 from minimegatron.core.models.common.language_module.labels import check_labels_have_logits
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
 from minimegatron.core.models.gpt import gpt_model_checks
@@ -31,7 +30,7 @@ from minimegatron.core.transformer import context_parallel_groups
 from minimegatron.core.transformer.multi_token_prediction import build_mtp_block, process_mtp_loss
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.zigzag import places_of, take_part
+from minimegatron.core.transformer.zigzag import take_part
 
 
 class GPTModel(PlannedGPT, LanguageModule):
@@ -121,8 +120,8 @@ class GPTModel(PlannedGPT, LanguageModule):
     def _build_output_layer(self) -> None:
         # The two factors of deferred weight gradients, filled by backward, emptied by
         # `drain_embedding_wgrad_compute` at the end of the schedule.
-        if self.config.defer_embedding_wgrad_compute:
-            self.embedding_activation_buffer, self.grad_output_buffer = [], []
+        buffers = ([], []) if self.config.defer_embedding_wgrad_compute else (None, None)
+        self.embedding_activation_buffer, self.grad_output_buffer = buffers
         # A tied weight is allocated here only where this chunk has no embedding.
         is_lent = self.pre_process or self.mtp_process
         self.output_layer = ColumnParallelLinear(
@@ -208,14 +207,12 @@ class GPTModel(PlannedGPT, LanguageModule):
         decoder_input: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the decoder needs: its input, on the first chunk; rotary angles, or None."""
-        if self.pre_process and decoder_input is None:
-            if self.cp_group is not None:
-                context_parallel_groups.check_part_of_sequence(self, input_ids)
-            if position_ids is None and self.position_embedding_type == "learned_absolute":
-                position_ids = places_of(input_ids, self.cp_group)
-            decoder_input = self.embedding(input_ids, position_ids)
-        elif self.pre_process and input_ids is not None:
-            check_embedded(decoder_input, input_ids, self.num_parts)
+        given = (input_ids, position_ids, decoder_input)
+        if self.pre_process:
+            if decoder_input is not None or position_ids is None or self.cp_group is not None:
+                position_ids = gpt_model_checks.positions_of(self, *given)
+            if decoder_input is None:
+                decoder_input = self.embedding(input_ids, position_ids)
         return decoder_input, self._rotary_angles(decoder_input)
 
     def _postprocess(
@@ -232,8 +229,9 @@ class GPTModel(PlannedGPT, LanguageModule):
         With further tokens it takes [(1+K) s, b, h]. `output_weight` stands for the tied weight, if the
         output layer has one.
         """
-        tied_weight = self.shared_embedding_or_output_weight
-        weight = tied_weight() if output_weight is None else output_weight
+        weight = (
+            self.shared_embedding_or_output_weight() if output_weight is None else output_weight
+        )
         if self.config.mtp_num_layers is not None and torch.is_grad_enabled():
             hidden_states = process_mtp_loss(self, hidden_states, labels, loss_mask, weight)
         gather = runtime_gather_output if labels is None else False

@@ -1,7 +1,15 @@
-"""What a GPT refuses: positions that it does not know, several input tensors.
+"""What a GPT refuses: positions that it does not know, several input tensors, input that does not fit.
 
 Megatron has no counterpart.
 """
+
+from typing import Any
+
+import torch
+
+from minimegatron.core.models.common.embeddings.embedding_checks import check_embedded
+from minimegatron.core.transformer.context_parallel_groups import check_part_of_sequence
+from minimegatron.core.transformer.zigzag import places_of
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 
@@ -18,3 +26,25 @@ def check_position_embedding_type(given: str) -> None:
 def refuse_inputs(number: int) -> None:
     """Raises ValueError for a list of no tensor, or of more than one."""
     raise ValueError(f"GPTModel takes 1 input tensor, not {number}")
+
+
+def positions_of(
+    model: Any,
+    input_ids: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    decoder_input: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The positions of this rank's tokens [b, s/c]: those that are given; if none are, from 0 on.
+
+    Raises ValueError for tokens that are no part of a sequence, where ranks share it, and for a
+    `decoder_input` of other tokens.
+    """
+    if decoder_input is not None:
+        if input_ids is not None:
+            check_embedded(decoder_input, input_ids, model.num_parts)
+        return position_ids
+    if model.cp_group is not None:
+        check_part_of_sequence(model, input_ids)
+    if position_ids is None and model.position_embedding_type == "learned_absolute":
+        return places_of(input_ids, model.cp_group)
+    return position_ids

@@ -53,6 +53,18 @@ def check_length(embedding: Any, length: int) -> None:
         )
 
 
+def check_numbers(
+    embedding: Any,
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    tokentype_ids: torch.Tensor | None,
+) -> None:
+    """`check_length`, and `check_positions` where they are looked up; types are checked later."""
+    check_length(embedding, tokens.size(1))
+    if embedding.add_position_embedding:
+        check_positions(position_ids, tokens)
+
+
 def without_row(
     embedding: Any,
     error: IndexError,

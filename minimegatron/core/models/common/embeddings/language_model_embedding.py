@@ -43,8 +43,7 @@ class LanguageModelEmbedding(MegatronModule):
     ):
         super().__init__(config)
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
-        self.vocab_size = vocab_size
-        self.max_sequence_length = max_sequence_length
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         self.num_parts = self.tp_group.size() if config.sequence_parallel else 1
         # Positions and types are added to whole sequences; without them, the sum over vocabulary
@@ -80,28 +79,25 @@ class LanguageModelEmbedding(MegatronModule):
         that are missing or too much, for positions or types of another shape and, on the CPU, for
         numbers without a row in their table.
         """
-        length, shape = input_ids.size(1), input_ids.shape
-        is_too_long = self.add_position_embedding and length > self.max_sequence_length
-        if is_too_long or length % self.num_parts:
-            embedding_checks.check_length(self, length)
-        fits = position_ids is not None and position_ids.shape in (shape, (1, length), shape[1:])
-        if self.add_position_embedding and not fits:
-            embedding_checks.check_positions(position_ids, input_ids)
+        length, numbers = input_ids.size(1), (input_ids, position_ids, tokentype_ids)
+        shapes = (input_ids.shape, (1, length), (length,))
+        fits = position_ids is not None and position_ids.shape in shapes
+        is_placed = not self.add_position_embedding or fits and length <= self.max_sequence_length
+        if length % self.num_parts or not is_placed:
+            embedding_checks.check_numbers(self, *numbers)
         try:
             embeddings = self.word_embeddings(input_ids)
             if self.add_position_embedding:
                 embeddings = embeddings + self.position_embeddings(position_ids)
             if tokentype_ids is not None or self.tokentype_embeddings is not None:
-                types = embedded_token_types(self.tokentype_embeddings, tokentype_ids, input_ids)
-                embeddings = embeddings + types
+                embeddings = embeddings + embedded_token_types(self, tokentype_ids, input_ids)
         except IndexError as error:
-            numbers = (input_ids, position_ids, tokentype_ids)
             raise embedding_checks.without_row(self, error, *numbers) from None
         if not self.reduce_scatter_embeddings:
             # [b, s, h] -> [s, b, h]
             embeddings = embeddings.transpose(0, 1).contiguous()
-        if self.config.fp32_residual_connection:
-            embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        least = torch.float32 if self.config.fp32_residual_connection else embeddings.dtype
+        embeddings = embeddings.to(torch.promote_types(embeddings.dtype, least))
         if self.config.sequence_parallel and not self.reduce_scatter_embeddings:
             embeddings = scatter_to_sequence_parallel_region(embeddings, group=self.tp_group)
         # Ranks that hold other tokens drop by their own streams, ranks that hold the same alike.

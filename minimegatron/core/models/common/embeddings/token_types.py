@@ -3,22 +3,24 @@
 Megatron has this in `megatron.core.models.common.embeddings.language_model_embedding`.
 """
 
+from typing import Any
+
 import torch
 
 from minimegatron.core.models.common.embeddings.embedding_checks import check_of_tokens
 
 
 def embedded_token_types(
-    table: torch.nn.Embedding | None, tokentype_ids: torch.Tensor | None, tokens: torch.Tensor
+    embedding: Any, tokentype_ids: torch.Tensor | None, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Types [b, s] of tokens [b, s] -> [b, s, h].
+    """Types [b, s] of tokens [b, s] -> [b, s, h], by the table of `embedding`.
 
     Raises ValueError if either table or types are missing, or for types of another shape.
     """
-    if tokentype_ids is None or table is None:
+    if tokentype_ids is None or embedding.tokentype_embeddings is None:
         raise ValueError(
             "token types are given to an embedding without them, or missing; pass tokentype_ids "
             "exactly if num_tokentypes is more than 0"
         )
     check_of_tokens("tokentype_ids", tokentype_ids, tokens)
-    return table(tokentype_ids)
+    return embedding.tokentype_embeddings(tokentype_ids)

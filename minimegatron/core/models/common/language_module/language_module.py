@@ -27,8 +27,7 @@ class LanguageModule(MegatronModule):
         super().__init__(config)
         language_module_checks.check_hidden_size(config)
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self.pg_collection = pg_collection
-        self.tp_group = pg_collection.tp
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.pre_process = self.post_process = True
         # The first: whether this chunk predicts further tokens.
         self.mtp_process = self.share_embeddings_and_output_weights = False

@@ -1,9 +1,17 @@
-"""An MLP's output where each token has a weight, as its expert's probability.
+"""What an MLP may do beside: gate its activation, and weigh each token by its expert's probability.
 
 Megatron has this in `megatron.core.transformer.mlp.MLP.forward`.
 """
 
+from collections.abc import Callable
+
 import torch
+
+
+def gated(activate: Callable[[torch.Tensor], torch.Tensor], wide: torch.Tensor) -> torch.Tensor:
+    """Gate and what it gates, side by side, [..., 2f/t] -> act(gate) * up, [..., f/t]."""
+    gate, up = wide.chunk(2, dim=-1)
+    return activate(gate) * up
 
 
 def scaled_output(
