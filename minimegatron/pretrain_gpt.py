@@ -107,10 +107,8 @@ def has_data(vp_stage: int | None) -> bool:
 def keys_of_chunks() -> BatchKeys:
     """Which chunk needs what of a batch."""
     args = get_args()
-    if args.mtp_num_layers is None:
-        return GPT_BATCH_KEYS
-    further_tokens = partial(mtp_on_this_rank, args)
-    return (*GPT_BATCH_KEYS, (further_tokens, ("tokens", "position_ids")))
+    of_further_tokens = (partial(mtp_on_this_rank, args), ("tokens", "position_ids"))
+    return GPT_BATCH_KEYS + (() if args.mtp_num_layers is None else (of_further_tokens,))
 
 
 def get_batch(
@@ -167,13 +165,9 @@ def forward_step(
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
 
-    if return_schedule_plan:
-        plan = model.build_schedule_plan(
-            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
-        )
-        return plan, partial(loss_func, loss_mask, model=model)
     with stimer:
-        output_tensor = model(
+        call = model.build_schedule_plan if return_schedule_plan else model
+        output_tensor = call(
             tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
         )
     return output_tensor, partial(loss_func, loss_mask, model=model)

@@ -157,9 +157,7 @@ def _build_num_microbatches_calculator(
 
 
 def _calculator() -> NumMicroBatchesCalculator:
-    if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
-        refuse_unset()
-    return _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    return _GLOBAL_NUM_MICROBATCHES_CALCULATOR or refuse_unset()
 
 
 def get_num_microbatches() -> int:

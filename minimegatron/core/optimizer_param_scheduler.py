@@ -26,10 +26,8 @@ def get_canonical_lr_for_logging(param_groups: Iterable[dict[str, Any]]) -> floa
     also one that has no parameters on this rank. Returns None without such a group, or if the group
     has no `lr`.
     """
-    for param_group in param_groups:
-        if param_group.get("default_config"):
-            return param_group.get("lr")
-    return None
+    shown = (group.get("lr") for group in param_groups if group.get("default_config"))
+    return next(shown, None)
 
 
 class OptimizerParamScheduler(SchedulerState):

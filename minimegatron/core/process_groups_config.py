@@ -121,13 +121,12 @@ def stage_of(pp_group: dist.ProcessGroup | None = None) -> int:
 
     Layers are placed by it. Modules that send over a group ask the group itself.
     """
-    if pp_group is None or pp_group is parallel_state.get_group("pp", check_initialized=False):
-        return parallel_state.get_pipeline_model_parallel_rank()
-    return pp_group.rank()
+    worlds = parallel_state.get_group("pp", check_initialized=False)
+    is_worlds = pp_group is None or pp_group is worlds
+    return parallel_state.get_pipeline_model_parallel_rank() if is_worlds else pp_group.rank()
 
 
 def num_stages_of(pp_group: dist.ProcessGroup) -> int:
     """The places of a pipeline; of `parallel_state`'s, as many as were set by hand."""
-    if pp_group is parallel_state.get_group("pp", check_initialized=False):
-        return parallel_state.get_pipeline_model_parallel_world_size()
-    return pp_group.size()
+    is_worlds = pp_group is parallel_state.get_group("pp", check_initialized=False)
+    return parallel_state.get_pipeline_model_parallel_world_size() if is_worlds else pp_group.size()

@@ -69,9 +69,8 @@ def unwrap_model(
     """
     if isinstance(model, list):
         return [unwrap_model(chunk, module_instances) for chunk in model]
-    while hasattr(model, "module"):
-        if module_instances is not None and not isinstance(model, module_instances):
-            break
+    wrappers = object if module_instances is None else module_instances
+    while hasattr(model, "module") and isinstance(model, wrappers):
         model = model.module
     return model
 
@@ -154,9 +153,7 @@ _device: torch.device | None = None
 
 def get_device() -> torch.device:
     """This process's device; chosen as by `set_device("auto")` if nobody has chosen."""
-    if _device is None:
-        return __getattr__("set_device")()
-    return _device
+    return __getattr__("set_device")() if _device is None else _device
 
 
 def device_is_asynchronous() -> bool:

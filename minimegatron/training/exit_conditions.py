@@ -8,6 +8,7 @@ known to all, in one message of two numbers.
 """
 
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -88,6 +89,12 @@ REASONS = {
     EXIT_CODE_RESUME_TO_DISAMBIGUATE: "a result was rejected again; resume on another device",
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION: "a result was rejected, and its verdict is above",
 }
+
+
+def exit_if_rejected(exit_code: int) -> None:
+    """Ends a process whose run ended because of a rejected result."""
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def end_after_rejected_result(

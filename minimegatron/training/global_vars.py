@@ -10,9 +10,9 @@ from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
 from minimegatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from minimegatron.core.timers import Timers
 from minimegatron.exports import lazily
+from minimegatron.training import global_checks
 from minimegatron.training.config import Arguments
 from minimegatron.training.curves import open_writer
-from minimegatron.training.global_checks import refuse_second_set, refuse_unset
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer
 from minimegatron.training.train_state import TrainState
 
@@ -42,7 +42,7 @@ _globals = _Globals()
 def set_global_variables(args: Arguments) -> None:
     """Builds them all from the arguments. Raises RuntimeError if they are set already."""
     if _globals.args is not None:
-        refuse_second_set()
+        global_checks.refuse_second_set()
     set_args(args)
     _globals.tokenizer = build_tokenizer(args)
     _globals.timers = Timers(args.timing_log_level, "minmax")
@@ -63,23 +63,17 @@ def set_args(args: Any) -> None:
 
 def get_args() -> Arguments:
     """The run's arguments, frozen."""
-    if _globals.args is None:
-        refuse_unset("args")
-    return _globals.args
+    return _globals.args or global_checks.refuse_unset("args")
 
 
 def get_tokenizer() -> MegatronTokenizer:
     """The run's tokenizer."""
-    if _globals.tokenizer is None:
-        refuse_unset("tokenizer")
-    return _globals.tokenizer
+    return _globals.tokenizer or global_checks.refuse_unset("tokenizer")
 
 
 def get_timers() -> Timers:
     """The run's timers."""
-    if _globals.timers is None:
-        refuse_unset("timers")
-    return _globals.timers
+    return _globals.timers or global_checks.refuse_unset("timers")
 
 
 def get_train_state() -> TrainState:

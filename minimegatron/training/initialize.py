@@ -22,7 +22,7 @@ from minimegatron.training.config import Arguments
 from minimegatron.training.devices import warn_of_slow_attention
 from minimegatron.training.global_vars import get_train_state, set_global_variables
 from minimegatron.training.pipeline_schedule import pipeline_placement
-from minimegatron.training.process_group import begin_process, refuse, watch_processes
+from minimegatron.training.process_group import connected, refused_by_all
 from minimegatron.training.reruns import iterations_to_skip, make_rerun_state_machine
 from minimegatron.training.utils import print_rank_0
 
@@ -46,13 +46,11 @@ def initialize_megatron(
     ValueError for what the caller's program cannot do. The two arguments before it are those of
     `initialize_model_parallel`.
     """
-    try:
+    with refused_by_all():
         args = parse_args(extra_args_provider, args_defaults=args_defaults)
         if check_args is not None:
             check_args(args)
         make_rerun_state_machine(args, os.environ.get("SLURM_JOBID", "N/A"))
-    except ValueError as reason:
-        refuse(reason)
     set_global_variables(args)
     _initialize_distributed(args, get_embedding_ranks, get_position_embedding_ranks)
     warn_of_slow_attention(args.hidden_size // args.num_attention_heads, params_dtype(args))
@@ -68,24 +66,20 @@ def _initialize_distributed(
     get_position_embedding_ranks: Callable | None,
 ) -> None:
     """Device, default process group, all other groups; then every rank knows every other."""
-    ours = not dist.is_initialized()
-    if ours:
-        begin_process(args)
-    parallel_state.initialize_model_parallel(
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
-        pipeline_placement=pipeline_placement(args),
-    )
-    if ours:
-        watch_processes(args)
+    with connected(args):
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
+            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            get_embedding_ranks=get_embedding_ranks,
+            get_position_embedding_ranks=get_position_embedding_ranks,
+            pipeline_placement=pipeline_placement(args),
+        )
     c = args.context_parallel_size
     context = f"context {c} x " if c > 1 else ""
     print_rank_0(
@@ -99,9 +93,8 @@ def set_random_seed(seed: int, data_parallel_random_init: bool = False) -> None:
     """Seeds Python, NumPy and torch. Stages differ, so that their dropout does; copies of the model
     differ if asked for. Within a tensor-parallel group, `model_parallel_cuda_manual_seed` decides.
     """
-    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if data_parallel_random_init:
-        seed += 10 * parallel_state.get_data_parallel_rank()
+    copy = parallel_state.get_data_parallel_rank() if data_parallel_random_init else 0
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank() + 10 * copy
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

@@ -6,7 +6,28 @@ Counterpart: `megatron.training.utils`; the names can be imported from `training
 import torch.distributed as dist
 from tqdm import tqdm
 
+from minimegatron.exports import lazily
 from minimegatron.training.terminal_lines import fitted
+
+__all__ = [
+    "average_losses_across_data_parallel_group",  # noqa: F822  looked up below
+    "calc_params_l2_norm",  # noqa: F822
+    "is_last_rank",
+    "print_rank_0",
+    "print_rank_last",
+]
+"""What `training.utils` offers too."""
+
+_AVERAGE = "minimegatron.training.loss_average"
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "average_losses_across_data_parallel_group": (
+            f"{_AVERAGE}:average_losses_across_data_parallel_group"
+        ),
+        "calc_params_l2_norm": "minimegatron.training.params_norm:calc_params_l2_norm",
+    },
+)
 
 
 def print_rank_0(message: str) -> None:

@@ -52,13 +52,16 @@ def pipeline_placement(args: Any) -> Placement | None:
     return None if args.pipeline_schedule is None else orders.placement_of(args)
 
 
-def schedule_of_run() -> Callable:
-    """The function that runs this run's steps; see `get_forward_backward_func`.
+def schedule_of_run(wrap: Callable[[Callable], Callable] | None = None) -> Callable:
+    """The function that runs this run's steps; see `get_forward_backward_func`. `wrap` puts its own
+    around it.
 
     With `--cuda-graph-impl full_iteration` it is wrapped in a `FullCudaGraphWrapper`.
     """
     function = get_forward_backward_func(pipeline_schedule=get_args().pipeline_schedule)
-    return captured(function) if get_args().cuda_graph_impl == FULL_ITERATION else function
+    if get_args().cuda_graph_impl == FULL_ITERATION:
+        function = captured(function)
+    return function if wrap is None else wrap(function)
 
 
 def smallest_num_microbatches() -> int:

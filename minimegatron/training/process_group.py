@@ -4,10 +4,12 @@ Nothing here runs where somebody has made the group before. Megatron has this in
 `megatron.training.initialize`.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import NoReturn
 
@@ -22,8 +24,7 @@ from minimegatron.core.network import (
     keep_to_loopback,
     loopback_address,
 )
-from minimegatron.doctor.flight_recorder import turn_on_recorder
-from minimegatron.doctor.session import watch_ranks
+from minimegatron.doctor import flight_recorder, session
 from minimegatron.training import failures
 from minimegatron.training.captured_step import check_ranks_of_graph
 from minimegatron.training.config import Arguments
@@ -65,7 +66,7 @@ def init_process_group(args: Arguments) -> None:
     if chosen.device == "cuda":
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     if args.hang_timeout is not None:
-        turn_on_recorder(os.environ)
+        flight_recorder.turn_on_recorder(os.environ)
     if "gloo" in chosen.backend and args.world_size > args.local_world_size:
         note = gloo_address_note(os.environ, os.environ.get("MASTER_ADDR", ""))
         if note is not None and args.local_rank == 0:
@@ -79,18 +80,32 @@ def init_process_group(args: Arguments) -> None:
     )
 
 
-def begin_process(args: Arguments) -> None:
-    """Before any other group: how this process ends, who watches its launcher, the default group."""
+@contextlib.contextmanager
+def connected(args: Arguments) -> Iterator[None]:
+    """Around the making of all other groups. Where somebody has made the default group, it is theirs.
+
+    Before: how this process ends, who watches its launcher, the default group. After: the other ranks
+    are watched, and what they wait for.
+    """
+    if dist.is_initialized():
+        yield
+        return
     end_properly()
     failures.watch_launcher()
     init_process_group(args)
-
-
-def watch_processes(args: Arguments) -> None:
-    """When all groups are there: the other ranks are watched, and what they wait for."""
+    yield
     failures.watch_peers()
     if args.hang_timeout is not None:
-        watch_ranks(args.hang_timeout, os.environ.get("MASTER_ADDR", "localhost"))
+        session.watch_ranks(args.hang_timeout, os.environ.get("MASTER_ADDR", "localhost"))
+
+
+@contextlib.contextmanager
+def refused_by_all() -> Iterator[None]:
+    """Within it, a ValueError ends every rank as `refuse` does."""
+    try:
+        yield
+    except ValueError as reason:
+        refuse(reason)
 
 
 def refuse(reason: Exception, speaker: str = "RANK") -> NoReturn:

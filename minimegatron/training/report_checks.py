@@ -37,15 +37,12 @@ def refuse_kind_of_copy(group: Any, kind: dict[str, int]) -> NoReturn:
 
 
 def refuse_report(report: Any) -> NoReturn:
-    """Raises ValueError: it is no dictionary."""
-    raise ValueError(
-        f"the loss function reported a {type(report).__name__}; its last value is a dictionary of "
-        'what the log is to show, such as {"lm loss": loss.detach()}'
-    )
-
-
-def refuse_value(report: Mapping[str, Any]) -> NoReturn:
-    """Raises ValueError: the first of its values that torch cannot make a tensor of."""
+    """Raises ValueError: it is no dictionary; or the first value that torch cannot make a tensor of."""
+    if not isinstance(report, Mapping):
+        raise ValueError(
+            f"the loss function reported a {type(report).__name__}; its last value is a dictionary of "
+            'what the log is to show, such as {"lm loss": loss.detach()}'
+        )
     for key, value in report.items():
         try:
             torch.as_tensor(value)

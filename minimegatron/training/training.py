@@ -13,7 +13,6 @@ there in one file is here in several, and its names can be imported from this on
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -46,6 +45,7 @@ from minimegatron.training.exit_conditions import (
     checkpoint_after_training,
     checkpoint_and_decide_exit,
     end_after_rejected_result,
+    exit_if_rejected,
 )
 from minimegatron.training.function_checks import check_functions, takes
 from minimegatron.training.global_vars import get_args, get_timers, get_train_state
@@ -159,8 +159,7 @@ def pretrain(
             iterators, funcs = (valid_iterator, test_iterator), others
             evaluate_after_training(forward_step_func, iterators, model, config, *funcs)
         failures.leave_together()
-    if state.exit_code:
-        sys.exit(state.exit_code)
+    exit_if_rejected(state.exit_code)
 
 
 def _iterators_of_all_chunks(provider: Callable[..., tuple], num_chunks: int) -> tuple:
@@ -210,9 +209,7 @@ def train(
     for chunk in model:
         chunk.train()
     _connect_schedule(config, model, optimizer)
-    forward_backward_func = schedule_of_run()
-    if wrap_forward_backward_func is not None:
-        forward_backward_func = wrap_forward_backward_func(forward_backward_func)
+    forward_backward_func = schedule_of_run(wrap_forward_backward_func)
 
     describe_more = partial(describe_model, config, model)
     with Progress(args.train_iters, state.iteration, describe_more) as progress:

@@ -14,11 +14,11 @@ from minimegatron.core.collectives import ReduceOp
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.part_of_batch import get_batch_on_this_cp_rank  # noqa: F401
 from minimegatron.core.utils import get_device
+from minimegatron.exports import all_of
 from minimegatron.training import batch_checks, report_checks
 from minimegatron.training.datasets.label_check import check_labels
-from minimegatron.training.loss_average import average_losses_across_data_parallel_group  # noqa: F401
-from minimegatron.training.one_rank import is_last_rank, print_rank_0, print_rank_last  # noqa: F401
-from minimegatron.training.params_norm import calc_params_l2_norm  # noqa: F401
+
+__getattr__, __dir__ = all_of(__name__, "minimegatron.training.one_rank")
 
 # -- Numbers over ranks --
 
@@ -78,12 +78,10 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
 
 def _sizes(report: Any) -> dict[str, int]:
     """How many numbers stand under each key of a report."""
-    if not isinstance(report, Mapping):
-        report_checks.refuse_report(report)
     try:
         return {key: torch.as_tensor(value).numel() for key, value in report.items()}
-    except (TypeError, ValueError, RuntimeError):
-        report_checks.refuse_value(report)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        report_checks.refuse_report(report)
 
 
 def _as_pair(value: Any) -> torch.Tensor:

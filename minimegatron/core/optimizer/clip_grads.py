@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
-from minimegatron.core.optimizer.other_norms import largest_of, sum_of_powers
+from minimegatron.core.optimizer import other_norms
 from minimegatron.core.utils import device_is_asynchronous, get_device
 from minimegatron.exports import all_of
 
@@ -69,12 +69,15 @@ def get_grad_norm_fp32(
     )
     norm_type = float(norm_type)
     if norm_type == math.inf:
-        return _reduce_over(largest_of(grads_for_norm), grad_stats_parallel_group, ReduceOp.MAX)
+        largest = other_norms.largest_of(grads_for_norm)
+        return _reduce_over(largest, grad_stats_parallel_group, ReduceOp.MAX)
     total = torch.zeros((), dtype=torch.float64, device=get_device())
-    if norm_type != 2.0 or device_is_asynchronous():
-        total += sum_of_powers([*grads_for_norm], norm_type)
-    else:
-        total += sum(map(_sum_of_squares, grads_for_norm))
+    is_plain = norm_type == 2.0 and not device_is_asynchronous()
+    total += (
+        sum(map(_sum_of_squares, grads_for_norm))
+        if is_plain
+        else other_norms.sum_of_powers([*grads_for_norm], norm_type)
+    )
     return _reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM) ** (1.0 / norm_type)
 
 

@@ -328,8 +328,7 @@ class FP32Optimizer(MegatronOptimizer):
     """Updates the model's own parameters: float32, or float64 for parity tests."""
 
     def _make_shard(self, name: str, param: torch.nn.Parameter) -> ParamShard:
-        if param.dtype in HALF_DTYPES:
-            optimizer_checks.refuse_half_precision(name, param.dtype)
+        optimizer_checks.check_precision(name, param.dtype)
         return ParamShard(name, param, param, 0, param.numel())
 
 

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from minimegatron.core.utils import HALF_DTYPES
+
 # -- Settings --
 
 
@@ -82,9 +84,10 @@ def refuse_unprepared_grads(num_waiting: int, num_shards: int) -> NoReturn:
     )
 
 
-def refuse_half_precision(name: str, dtype: torch.dtype) -> NoReturn:
-    """An optimizer without main copies has a parameter of this dtype."""
-    raise ValueError(
-        f"{name} is {dtype}, in which small updates vanish; "
-        "set bf16=True or fp16=True in OptimizerConfig for fp32 main parameters"
-    )
+def check_precision(name: str, dtype: torch.dtype) -> None:
+    """Of a parameter that has no main copy."""
+    if dtype in HALF_DTYPES:
+        raise ValueError(
+            f"{name} is {dtype}, in which small updates vanish; "
+            "set bf16=True or fp16=True in OptimizerConfig for fp32 main parameters"
+        )
