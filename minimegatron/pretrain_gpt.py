@@ -26,12 +26,12 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
 )
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.straggler_detector import StragglerDetector
+from minimegatron.core.transformer import multi_token_prediction as mtp
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
-from minimegatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from minimegatron.core.utils import get_attr_wrapped_model, or_one
+from minimegatron.training import gpt_evaluation
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
-from minimegatron.training.gpt_evaluation import after_evaluation, write_sample
 from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
@@ -107,8 +107,9 @@ def has_data(vp_stage: int | None) -> bool:
 def keys_of_chunks() -> BatchKeys:
     """Which chunk needs what of a batch."""
     args = get_args()
-    of_further_tokens = (partial(mtp_on_this_rank, args), ("tokens", "position_ids"))
-    return GPT_BATCH_KEYS + (() if args.mtp_num_layers is None else (of_further_tokens,))
+    has_more = args.mtp_num_layers is not None
+    more = [(partial(mtp.mtp_on_this_rank, args), ("tokens", "position_ids"))] if has_more else []
+    return (*GPT_BATCH_KEYS, *more)
 
 
 def get_batch(
@@ -181,9 +182,9 @@ def main() -> None:
         ModelType.encoder_or_decoder,
         forward_step,
         get_embedding_ranks=get_embedding_ranks,
-        process_non_loss_data_func=after_evaluation,
+        process_non_loss_data_func=gpt_evaluation.after_evaluation,
         args_defaults={"model_family": "gpt"},
-        non_loss_data_func=write_sample,
+        non_loss_data_func=gpt_evaluation.write_sample,
     )
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from minimegatron.core.datasets.stdlib_corpus import validation_unigram_entropy
+from minimegatron.training import text_generation
 from minimegatron.training.global_vars import get_args, get_tokenizer
-from minimegatron.training.text_generation import generate
 from minimegatron.training.utils import print_rank_0
 
 
 def write_sample(model: list[torch.nn.Module]) -> str:
     """During each evaluation, on every rank: some text by the model, with `--sample-tokens`."""
-    return generate(model, prompt="def ", num_tokens=get_args().sample_tokens)
+    return text_generation.generate(model, prompt="def ", num_tokens=get_args().sample_tokens)
 
 
 def after_evaluation(sample: str, iteration: int, writer: Any) -> None:

@@ -18,8 +18,8 @@ from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.utils import get_device, get_model_config
+from minimegatron.training import checkpointing
 from minimegatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
-from minimegatron.training.checkpointing import load_checkpoint
 from minimegatron.training.function_checks import check_chunk, takes
 from minimegatron.training.global_vars import get_args
 from minimegatron.training.schedule_args import schedule_settings
@@ -35,7 +35,7 @@ def setup_model_and_optimizer(
     optimizer = get_megatron_optimizer(get_megatron_optimizer_config(), model)
     opt_param_scheduler = get_optimizer_param_scheduler(optimizer)
     if args.load is not None:
-        load_checkpoint(model, optimizer, opt_param_scheduler)
+        checkpointing.load_checkpoint(model, optimizer, opt_param_scheduler)
     optimizer.check_first()
     return model, optimizer, opt_param_scheduler
 

@@ -14,8 +14,8 @@ import torch
 
 from minimegatron.core import collectives
 from minimegatron.core.collectives import ReduceOp
+from minimegatron.core.tensor_parallel import target_checks
 from minimegatron.core.tensor_parallel.label_smoothing import smooth
-from minimegatron.core.tensor_parallel.target_checks import refuse_targets
 from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
     get_tensor_model_parallel_group_if_none,
@@ -103,6 +103,6 @@ def vocab_parallel_cross_entropy(
             logits are a slice, no rank can see: whole ones would count as t vocabularies.
     """
     if not 0.0 <= label_smoothing < 1.0 or target.shape != vocab_parallel_logits.shape[:-1]:
-        refuse_targets(label_smoothing, target, vocab_parallel_logits)
+        target_checks.refuse_targets(label_smoothing, target, vocab_parallel_logits)
     group = get_tensor_model_parallel_group_if_none(tp_group)
     return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)

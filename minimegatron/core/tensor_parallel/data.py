@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives
-from minimegatron.core.tensor_parallel.sizes_of_first_batch import sizes_of_first_batch
+from minimegatron.core.tensor_parallel import sizes_of_first_batch as first_batch
 from minimegatron.core.tensor_parallel.tensor_to_send import MAX_DATA_DIM, Shapes, refuse_tensor
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 from minimegatron.core.utils import device_is_asynchronous, get_device
@@ -67,7 +67,7 @@ def broadcast_data(
     # A CPU gets sizes each time, so that a step that failed on some ranks leaves nothing behind.
     is_told_once = not sizes_vary and device_is_asynchronous()
     ask = partial(_broadcast_sizes, keys, data, group, device)
-    shapes = sizes_of_first_batch(ask, keys, data, group) if is_told_once else ask()
+    shapes = first_batch.sizes_of_first_batch(ask, keys, data, group) if is_told_once else ask()
 
     # -- All tensors travel as one --
     numels = [torch.Size(shape).numel() for shape in shapes]

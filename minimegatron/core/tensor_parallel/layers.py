@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.parameter_marks import mark_expert_parameters, note_marks
-from minimegatron.core.tensor_parallel import linear_checks
-from minimegatron.core.tensor_parallel.autocast_casts import cast_for_autocast
-from minimegatron.core.tensor_parallel.frozen_weight import frozen_product
+from minimegatron.core.tensor_parallel import autocast_casts, linear_checks
+from minimegatron.core.tensor_parallel import frozen_weight as frozen
+from minimegatron.core.tensor_parallel import standalone_regions as regions
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.mappings import (
     _gather_along_first_dim,
@@ -31,10 +31,6 @@ from minimegatron.core.tensor_parallel.mappings import (
 )
 from minimegatron.core.tensor_parallel.owing_linear import OwingLinear
 from minimegatron.core.tensor_parallel.sharding import set_tensor_model_parallel_attributes
-from minimegatron.core.tensor_parallel.standalone_regions import (
-    gather_from_tensor_model_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
 from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
     divide,
@@ -184,13 +180,16 @@ def linear(
     Weight gradients go to `store`; None to compute them in backward.
     """
     if not weight.requires_grad:
-        return frozen_product(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group)
+        return frozen.frozen_product(
+            input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group
+        )
     if not allreduce_dgrad and not sequence_parallel and store is None:
         return F.linear(input, weight, bias)
     group = get_tensor_model_parallel_group_if_none(tp_group)
     owe = None if store is None else partial(store.put, weight)
     given = (input, weight, bias)
-    given = cast_for_autocast(*given) if torch.is_autocast_enabled(input.device.type) else given
+    in_autocast = torch.is_autocast_enabled(input.device.type)
+    given = autocast_casts.cast_for_autocast(*given) if in_autocast else given
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
         *given, allreduce_dgrad, sequence_parallel, owe, group
     )
@@ -287,7 +286,7 @@ class ColumnParallelLinear(OwingLinear):
         )
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
-            output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
+            output = regions.gather_from_tensor_model_parallel_region(output, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
 
@@ -347,7 +346,7 @@ class RowParallelLinear(OwingLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, n/t] -> ([s, b, h] or, with sequence parallelism, [s/t, b, h]; bias if not added)."""
         if not self.input_is_parallel:
-            input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+            input_ = regions.scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         store = self.store_for(self.weight) if self.owes else None
         output = linear(input_, self.weight, None, False, False, store, self.tp_group)
         if self.sequence_parallel:

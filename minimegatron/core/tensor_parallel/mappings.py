@@ -39,8 +39,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
+from minimegatron.core.tensor_parallel import uneven_rows
 from minimegatron.core.tensor_parallel.symbolic_region import SymbolicRegion
-from minimegatron.core.tensor_parallel.uneven_rows import gather_uneven, reduce_scatter_uneven
 from minimegatron.core.tensor_parallel.utils import divide, get_tensor_model_parallel_group_if_none
 from minimegatron.exports import all_of
 
@@ -61,7 +61,7 @@ def _reduce(tensor: Tensor, group: Any) -> Tensor:
 
 def _gather_along_first_dim(tensor: Tensor, group: Any, sizes: Sizes = None) -> Tensor:
     if sizes is not None:
-        return gather_uneven(tensor, group, sizes)
+        return uneven_rows.gather_uneven(tensor, group, sizes)
     gathered = tensor.new_empty((group.size() * tensor.size(0), *tensor.shape[1:]))
     collectives.all_gather(gathered, tensor.contiguous(), group)
     return gathered
@@ -69,7 +69,7 @@ def _gather_along_first_dim(tensor: Tensor, group: Any, sizes: Sizes = None) -> 
 
 def _reduce_scatter_along_first_dim(tensor: Tensor, group: Any, sizes: Sizes = None) -> Tensor:
     if sizes is not None:
-        return reduce_scatter_uneven(tensor, group, sizes)
+        return uneven_rows.reduce_scatter_uneven(tensor, group, sizes)
     share = tensor.new_empty((divide(tensor.size(0), group.size()), *tensor.shape[1:]))
     collectives.reduce_scatter(share, tensor.contiguous(), group)
     return share

@@ -16,7 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.tensor_parallel.recompute import checkpoint
+from minimegatron.core.tensor_parallel import recompute
 from minimegatron.core.transformer.attention_checks import check_head_norms
 from minimegatron.core.transformer.context_parallel_groups import options_of_core
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
@@ -136,5 +136,6 @@ class SelfAttention(DelayedWgrad, MegatronModule):
             query = apply_rotary_pos_emb(query, rotary_pos_emb)
             key = apply_rotary_pos_emb(key, rotary_pos_emb)
         again = checkpoint_core_attention and self.training
-        attend = partial(checkpoint, self.core_attention, False) if again else self.core_attention
+        core = self.core_attention
+        attend = partial(recompute.checkpoint, core, False) if again else core
         return self.linear_proj(attend(query, key, value, attention_mask))

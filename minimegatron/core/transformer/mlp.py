@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.transformer import mlp_variants
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
-from minimegatron.core.transformer.mlp_variants import gated, scaled_output
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.spec_utils import build_module
 from minimegatron.core.transformer.submodules import MLPSubmodules
@@ -76,5 +76,7 @@ class MLP(DelayedWgrad, MegatronModule):
         """
         wide, _ = self.linear_fc1(hidden_states)
         activate, fc2, scale = self.config.activation_func, self.linear_fc2, per_token_scale
-        wide = gated(activate, wide) if self.config.gated_linear_unit else activate(wide)
-        return fc2(wide) if scale is None else scaled_output(fc2, wide, scale)
+        wide = (
+            mlp_variants.gated(activate, wide) if self.config.gated_linear_unit else activate(wide)
+        )
+        return fc2(wide) if scale is None else mlp_variants.scaled_output(fc2, wide, scale)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.transformer.zigzag import part_of_fields
+from minimegatron.core.transformer import zigzag
 
 
 def get_batch_on_this_cp_rank(
@@ -22,4 +22,4 @@ def get_batch_on_this_cp_rank(
     """
     if cp_group is None:
         cp_group = ProcessGroupCollection.use_mpu_process_groups(["cp"]).cp
-    return batch if cp_group.size() == 1 else part_of_fields(batch, cp_group)
+    return batch if cp_group.size() == 1 else zigzag.part_of_fields(batch, cp_group)

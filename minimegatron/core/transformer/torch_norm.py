@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core.parameter_marks import note_marks
-from minimegatron.core.transformer.rms_norm import RMSNorm
+from minimegatron.core.transformer import rms_norm
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -43,7 +43,7 @@ def WrappedTorchNorm(
             must be summed. None: as between layers, only under `config.sequence_parallel`.
             Norms inside a tensor-parallel region (queries and keys, per head) say True.
     """
-    norm_class = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
+    norm_class = {"LayerNorm": LayerNorm, "RMSNorm": rms_norm.RMSNorm}[config.normalization]
     norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
     is_partial = config.sequence_parallel if gradient_is_partial is None else gradient_is_partial
     for name, param in norm.named_parameters():

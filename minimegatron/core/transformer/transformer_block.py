@@ -11,13 +11,12 @@ import torch
 from minimegatron.core.process_groups_config import ProcessGroupCollection, num_stages_of, stage_of
 from minimegatron.core.schedule_of_config import check_num_stages
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from minimegatron.core.transformer import layers_of_rank
-from minimegatron.core.transformer.block_recompute import recomputed_forward
+from minimegatron.core.transformer import block_recompute as recompute
+from minimegatron.core.transformer import layers_of_rank, transformer_block_checks
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.module import MegatronModule, PartOfModuleList
 from minimegatron.core.transformer.spec_utils import build_module
-from minimegatron.core.transformer.transformer_block_checks import refuse_no_input
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.exports import all_of
 
@@ -110,7 +109,9 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
         rest = {"context": context, "context_mask": context_mask, "rotary_pos_emb": rotary_pos_emb}
         with dropout_rng(self.config, self.training):
             if word or self.config.recompute_granularity is not None:
-                hidden_states = recomputed_forward(self, word, hidden_states, mask, **rest)
+                hidden_states = recompute.recomputed_forward(
+                    self, word, hidden_states, mask, **rest
+                )
             else:
                 for layer in self.layers:
                     hidden_states, _ = layer(hidden_states, mask, **rest)
@@ -122,7 +123,7 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
         """What the first layer gets. Raises ValueError if nothing is there."""
         hidden_states = hidden_states if self.pre_process else self.input_tensor
         if hidden_states is None:
-            refuse_no_input()
+            transformer_block_checks.refuse_no_input()
         # A chunk without layers must not hand on its input itself: sent on and then freed, it
         # would take the tensor away from under the stage's own backward.
         return hidden_states if len(self.layers) else hidden_states.clone()

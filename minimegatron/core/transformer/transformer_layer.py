@@ -10,7 +10,7 @@ from torch import Tensor
 from minimegatron.core import call_attributes
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer.cross_attention import attend_to_context
+from minimegatron.core.transformer import cross_attention
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.layers_of_rank import get_transformer_layer_offset  # noqa: F401
@@ -92,7 +92,7 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
         )
         if self.cross_attention is not None:
             given = (hidden_states, context, context_mask, checkpoint_core_attention)
-            hidden_states = attend_to_context(self, bias_dropout_add, *given)
+            hidden_states = cross_attention.attend_to_context(self, bias_dropout_add, *given)
         return self._forward_mlp(hidden_states), context
 
     def _forward_attention(

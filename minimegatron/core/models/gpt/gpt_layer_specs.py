@@ -4,7 +4,7 @@ Counterpart: `megatron.core.models.gpt.gpt_layer_specs`. "Local" are Megatron's 
 against those of Transformer Engine.
 """
 
-from minimegatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from minimegatron.core.models.gpt import moe_module_specs
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.transformer import layers_of_rank, submodules
 from minimegatron.core.transformer.attention import SelfAttention
@@ -50,7 +50,7 @@ def get_gpt_layer_local_spec(
             input_layernorm=WrappedTorchNorm,
             self_attention=attention,
             pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=dense if num_experts is None else get_moe_module_spec(),
+            mlp=dense if num_experts is None else moe_module_specs.get_moe_module_spec(),
         ),
     )
 

@@ -20,17 +20,17 @@ from minimegatron.core.models.common.embeddings import LanguageModelEmbedding, R
 from minimegatron.core.models.common.language_module.labels import check_labels_have_logits
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
 from minimegatron.core.models.gpt import gpt_model_checks
+from minimegatron.core.models.gpt.gpt_mtp_spec import build_mtp_block_of
 from minimegatron.core.models.gpt.gpt_schedule_plan import PlannedGPT
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer import context_parallel_groups
-from minimegatron.core.transformer.multi_token_prediction import build_mtp_block, process_mtp_loss
+from minimegatron.core.transformer import context_parallel_groups, zigzag
+from minimegatron.core.transformer import multi_token_prediction as mtp
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.transformer.zigzag import take_part
 
 
 class GPTModel(PlannedGPT, LanguageModule):
@@ -108,7 +108,7 @@ class GPTModel(PlannedGPT, LanguageModule):
             self.decoder = self._build_decoder(
                 transformer_layer_spec, pg_collection=self.pg_collection, **place
             )
-            self.mtp = build_mtp_block(self, mtp_block_spec)
+            self.mtp = build_mtp_block_of(self, mtp_block_spec)
             if post_process:
                 self._build_output_layer()
         self.setup_embeddings_and_output_layer()
@@ -233,7 +233,7 @@ class GPTModel(PlannedGPT, LanguageModule):
             self.shared_embedding_or_output_weight() if output_weight is None else output_weight
         )
         if self.config.mtp_num_layers is not None and torch.is_grad_enabled():
-            hidden_states = process_mtp_loss(self, hidden_states, labels, loss_mask, weight)
+            hidden_states = mtp.process_mtp_loss(self, hidden_states, labels, loss_mask, weight)
         gather = runtime_gather_output if labels is None else False
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=gather)
         if labels is None:
@@ -252,4 +252,4 @@ class GPTModel(PlannedGPT, LanguageModule):
             return None
         num_parts = self.num_parts * self.config.context_parallel_size
         angles = self.rotary_pos_emb(activations.size(0) * num_parts, device=activations.device)
-        return angles if self.cp_group is None else take_part(angles, 0, self.cp_group)
+        return angles if self.cp_group is None else zigzag.take_part(angles, 0, self.cp_group)

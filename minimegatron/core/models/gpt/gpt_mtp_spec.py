@@ -3,12 +3,10 @@
 Counterpart: `megatron.core.models.gpt.gpt_layer_specs`.
 """
 
+from typing import Any
+
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-from minimegatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-    get_mtp_layer_spec,
-    get_mtp_num_layers_to_build,
-)
+from minimegatron.core.transformer import multi_token_prediction as mtp
 from minimegatron.core.transformer.spec_utils import ModuleSpec
 from minimegatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -22,7 +20,7 @@ def get_gpt_mtp_block_spec(
     use_transformer_engine: bool = False,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
-) -> MultiTokenPredictionBlockSubmodules | None:
+) -> "mtp.MultiTokenPredictionBlockSubmodules | None":
     """The layers for further tokens of one chunk; None for a chunk that predicts none.
 
     Args:
@@ -31,10 +29,22 @@ def get_gpt_mtp_block_spec(
         use_transformer_engine: must be False.
         vp_stage, pp_rank: as for `get_gpt_decoder_block_spec`.
     """
-    num_layers = get_mtp_num_layers_to_build(config, vp_stage, pp_rank)
+    if config.mtp_num_layers is None:
+        return None
+    num_layers = mtp.get_mtp_num_layers_to_build(config, vp_stage, pp_rank)
     if num_layers == 0:
         return None
     if isinstance(spec, TransformerBlockSubmodules):
         spec = (spec.layer_specs or get_gpt_decoder_layer_specs(config))[-1]
-    layer_spec = get_mtp_layer_spec(spec, use_transformer_engine)
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer_spec] * num_layers)
+    layer_spec = mtp.get_mtp_layer_spec(spec, use_transformer_engine)
+    return mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[layer_spec] * num_layers)
+
+
+def build_mtp_block_of(model: Any, spec: Any) -> "mtp.MultiTokenPredictionBlock | None":
+    """The layers for further tokens of the chunk `model`, a `GPTModel`; None without any.
+
+    Raises as `build_mtp_block`, also for a model that predicts them and has no `spec`.
+    """
+    if spec is None and model.config.mtp_num_layers is None:
+        return None
+    return mtp.build_mtp_block(model, spec)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimegatron.core.models.common.embeddings import embedding_checks
-from minimegatron.core.models.common.embeddings.token_types import embedded_token_types
+from minimegatron.core.models.common.embeddings import embedding_checks, token_types
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from minimegatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -90,7 +89,9 @@ class LanguageModelEmbedding(MegatronModule):
             if self.add_position_embedding:
                 embeddings = embeddings + self.position_embeddings(position_ids)
             if tokentype_ids is not None or self.tokentype_embeddings is not None:
-                embeddings = embeddings + embedded_token_types(self, tokentype_ids, input_ids)
+                embeddings = embeddings + token_types.embedded_token_types(
+                    self, tokentype_ids, input_ids
+                )
         except IndexError as error:
             raise embedding_checks.without_row(self, error, *numbers) from None
         if not self.reduce_scatter_embeddings:
