@@ -19,7 +19,7 @@ LATE = {
     "core": ["activations", "full_cuda_graph", "straggler_words", "util_checks", "words"],
     "core.datasets": ["atomic_file", "indexed_dataset", "stdlib_text", "wordpiece_tokenizer"],
     "core.dist_checkpointing": ["core"],
-    "core.distributed": ["embedding_copies", "grad_checks", "token_division"],
+    "core.distributed": ["embedding_copies", "grad_checks"],
     "core.models.common": ["model_chunk_schedule_plan"],
     "core.models.common.embeddings": ["embedding_checks", "token_types"],
     "core.models.gpt": ["moe_module_specs"],

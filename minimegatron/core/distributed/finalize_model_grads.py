@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import all_reduce
-from minimegatron.core.distributed import embedding_copies, step_checks, token_division
+from minimegatron.core.distributed import embedding_copies, step_checks
 from minimegatron.core.distributed.data_parallel_base import get_main_grad
+from minimegatron.core.distributed.token_division import _divide_by_num_tokens
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tracing import traced
@@ -148,6 +149,6 @@ def finalize_model_grads(
     _allreduce_word_embedding_grads(model, embd_group=embd_group, pp_group=pp_group)
     _allreduce_position_embedding_grads(model, pos_emb_group=pg_collection.pos_embd)
     if num_tokens is not None:
-        token_division._divide_by_num_tokens(model, num_tokens, pp_group, pg_collection.dp_cp)
+        _divide_by_num_tokens(model, num_tokens, pp_group, pg_collection.dp_cp)
     for step in config_of_run(model).after_grads_funcs:
         step(model, pg_collection)

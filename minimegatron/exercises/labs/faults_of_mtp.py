@@ -23,9 +23,9 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-mask-not-passed",
         "pretrain_gpt.py",
-        "        output_tensor = model(\n"
+        "        output_tensor = call(\n"
         "            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask\n",
-        "        output_tensor = model(\n"
+        "        output_tensor = call(\n"
         "            tokens, position_ids, attention_mask, labels=labels\n",
         "Without the mask every token counts at every depth, so the further layers learn padding, and "
         "gradients are wrong. The main loss is right.",
@@ -118,7 +118,7 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-stage-without-tokens",
         "pretrain_gpt.py",
-        '    return (*GPT_BATCH_KEYS, (further_tokens, ("tokens", "position_ids")))\n',
+        "    return (*GPT_BATCH_KEYS, *more)\n",
         "    return GPT_BATCH_KEYS\n",
         "A stage between the first and the last predicts further tokens, but gets no tokens to embed: "
         "its forward raises an error.",

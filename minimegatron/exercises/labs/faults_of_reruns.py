@@ -22,7 +22,7 @@ FAULTS_OF_RERUNS = (
     Fault(
         "rerun-keeps-rng",
         _RUNS,
-        "self._undo = self._keep(), keep_random_numbers()",
+        "self._undo = self._keep(), random_numbers.keep_random_numbers()",
         "self._undo = (self._keep(),)",
         "Dropout draws on where the first run stopped. The loss is wrong by a little, the second "
         "result never equals the first, and every fault of the data passes for a transient one.",
@@ -47,8 +47,8 @@ FAULTS_OF_RERUNS = (
     Fault(
         "rerun-forgets-buffers",
         "training/reruns.py",
-        "return StateOfStep(config, model).put_back, keep_rng_states(model)",
-        "return (keep_rng_states(model),)",
+        "return StateOfStep(config, model).put_back, recompute.keep_rng_states(model)",
+        "return (recompute.keep_rng_states(model),)",
         "What the first run wrote into the model's buffers stays there: tokens of an expert are "
         "counted twice, and its bias moves the wrong way.",
     ),

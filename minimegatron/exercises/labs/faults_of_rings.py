@@ -37,7 +37,8 @@ FAULTS_OF_RINGS = (
     Fault(
         "rope-restarts-on-each-rank",
         "core/models/gpt/gpt_model.py",
-        "        return angles if self.cp_group is None else take_part(angles, 0, self.cp_group)\n",
+        "        return angles if self.cp_group is None else "
+        "zigzag.take_part(angles, 0, self.cp_group)\n",
         "        return angles[: len(angles) // self.config.context_parallel_size]\n",
         "Every rank counts its positions from 0, so tokens at other places of the sequence seem to "
         "stand beside each other. The loss is wrong.",
