@@ -166,9 +166,13 @@ def forward_step(
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
 
+    if return_schedule_plan:
+        plan = model.build_schedule_plan(
+            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
+        )
+        return plan, partial(loss_func, loss_mask, model=model)
     with stimer:
-        call = model.build_schedule_plan if return_schedule_plan else model
-        output_tensor = call(
+        output_tensor = model(
             tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
         )
     return output_tensor, partial(loss_func, loss_mask, model=model)

@@ -7,12 +7,8 @@ checked by the pipeline's communicator.
 
 from typing import Any
 
-from minimegatron.core.orders.orders import (
-    INTERLEAVED,
-    NO_PIPELINING,
-    get_schedule,
-    require_own_name,
-)
+from minimegatron.core.orders import orders
+from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING
 from minimegatron.core.subject_fields import schedule_checks
 
 
@@ -20,8 +16,8 @@ def check_schedule(config: Any) -> None:
     """Raises ValueError where the schedule that `config` names does not fit its stages and chunks."""
     name, p = config.pipeline_schedule, config.pipeline_model_parallel_size
     v = config.virtual_pipeline_model_parallel_size
-    require_own_name(name)
-    schedule = get_schedule(name)
+    orders.require_own_name(name)
+    schedule = orders.get_schedule(name)
     if schedule.order is None:
         raise ValueError(
             f"pipeline_schedule {name} names its own messages and has no placement to build a "

@@ -25,7 +25,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
 from minimegatron.core.knobs import Knob
 from minimegatron.core.left_out_record import known_fields
 from minimegatron.core.optimizer import OptimizerConfig
-from minimegatron.core.orders.orders import get_schedule
+from minimegatron.core.orders import orders
 from minimegatron.core.subject_fields import enter_hooks
 from minimegatron.core.transformer import pipeline_parallel_layer_layout
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -260,7 +260,7 @@ def _num_chunks(args: argparse.Namespace) -> int | None:
 def _chunks_of_schedule(name: str, p: int, chunks: int | None) -> int | None:
     """`chunks` as given; where nobody says how many, those that the schedule's placement has."""
     try:
-        placement = get_schedule(name).placed(p, chunks)
+        placement = orders.get_schedule(name).placed(p, chunks)
     except ValueError as error:
         raise ValueError(f"--pipeline-schedule {name}: {error}") from None
     if chunks is not None or placement.num_model_chunks == 1:

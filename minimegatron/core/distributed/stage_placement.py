@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.core.orders.orders import get_schedule
+from minimegatron.core.orders import orders
 from minimegatron.core.orders.placement import Placement, usual_placement
 
 
@@ -18,7 +18,7 @@ def placement_over(pp_group: dist.ProcessGroup, config: Any) -> Placement:
     """
     sizes = (pp_group.size(), config.virtual_pipeline_model_parallel_size)
     name = config.pipeline_schedule
-    return usual_placement(*sizes) if name is None else get_schedule(name).placed(*sizes)
+    return usual_placement(*sizes) if name is None else orders.get_schedule(name).placed(*sizes)
 
 
 def has_first_stage(pp_group: dist.ProcessGroup, config: Any) -> bool:

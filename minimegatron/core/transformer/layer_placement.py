@@ -10,10 +10,9 @@ that all earlier virtual stages build, so every layer is built once, whatever th
 
 from typing import Any
 
-from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.transformer.layer_placement_checks import check_chunk, layers_on_each
 from minimegatron.core.transformer.mtp_placement import get_mtp_ranks
-from minimegatron.core.transformer.stages_as_told import are_told, layers_as_told
+from minimegatron.core.transformer.stages_as_told import are_told, layers_as_told, placement_of
 from minimegatron.exports import all_of
 
 # Under the names that they had here, and that Megatron has in other files.

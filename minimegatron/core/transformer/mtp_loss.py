@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from minimegatron.core import knobs
 from minimegatron.core.collectives import all_reduce
-from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.subject_fields import enter_hooks
 from minimegatron.core.transformer import pipeline_parallel_layer_layout
 from minimegatron.core.transformer.enums import LayerType
+from minimegatron.core.transformer.stages_as_told import placement_of
 from minimegatron.core.utils import get_device, get_model_config, unwrap_model
 
 # -- Their place in the backward --

@@ -5,9 +5,8 @@ Megatron has this in `megatron.core.transformer.multi_token_prediction`.
 
 from typing import Any
 
-from minimegatron.core.orders.orders import placement_of
 from minimegatron.core.transformer.enums import LayerType
-from minimegatron.core.transformer.stages_as_told import layers_of_layout, layout_of
+from minimegatron.core.transformer.stages_as_told import layers_of_layout, layout_of, placement_of
 
 
 def mtp_layers_of_virtual_stages(config: Any) -> list[int]:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from minimegatron.core import knobs
-from minimegatron.core.orders.orders import placement_of
-from minimegatron.core.orders.placement import Placement
+from minimegatron.core.orders import orders
+from minimegatron.core.orders.placement import Placement, usual_placement
 from minimegatron.core.transformer import pipeline_parallel_layer_layout as written
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.layer_placement_checks import (
@@ -41,6 +41,14 @@ class StagesConfig:
     """Which stage holds which layer, such as "Et*3|(tt|)*29,m|L".
 
     Overrides the even division."""
+
+
+def placement_of(config: Any) -> Placement:
+    """Where a model's stages are: as its `pipeline_schedule` says, else as Megatron has them."""
+    if config.pipeline_schedule is not None:
+        return orders.placement_of(config)
+    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    return usual_placement(p, v)
 
 
 def layout_of(config: Any) -> "written.PipelineParallelLayerLayout | None":

@@ -23,9 +23,9 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-mask-not-passed",
         "pretrain_gpt.py",
-        "        output_tensor = call(\n"
+        "        output_tensor = model(\n"
         "            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask\n",
-        "        output_tensor = call(\n"
+        "        output_tensor = model(\n"
         "            tokens, position_ids, attention_mask, labels=labels\n",
         "Without the mask every token counts at every depth, so the further layers learn padding, and "
         "gradients are wrong. The main loss is right.",

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.models.common.embeddings.embedding_checks import check_embedded
-from minimegatron.core.transformer.context_parallel_groups import check_part_of_sequence
-from minimegatron.core.transformer.zigzag import places_of
+from minimegatron.core.models.common.embeddings import embedding_checks
+from minimegatron.core.transformer import context_parallel_groups, zigzag
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 
@@ -41,10 +40,10 @@ def positions_of(
     """
     if decoder_input is not None:
         if input_ids is not None:
-            check_embedded(decoder_input, input_ids, model.num_parts)
+            embedding_checks.check_embedded(decoder_input, input_ids, model.num_parts)
         return position_ids
     if model.cp_group is not None:
-        check_part_of_sequence(model, input_ids)
+        context_parallel_groups.check_part_of_sequence(model, input_ids)
     if position_ids is None and model.position_embedding_type == "learned_absolute":
-        return places_of(input_ids, model.cp_group)
+        return zigzag.places_of(input_ids, model.cp_group)
     return position_ids

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minimegatron.core.models.common.embeddings import embedding_checks, token_types
+from minimegatron.core.tensor_parallel import standalone_regions as regions
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from minimegatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_block import dropout_rng
@@ -100,7 +100,9 @@ class LanguageModelEmbedding(MegatronModule):
         least = torch.float32 if self.config.fp32_residual_connection else embeddings.dtype
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, least))
         if self.config.sequence_parallel and not self.reduce_scatter_embeddings:
-            embeddings = scatter_to_sequence_parallel_region(embeddings, group=self.tp_group)
+            embeddings = regions.scatter_to_sequence_parallel_region(
+                embeddings, group=self.tp_group
+            )
         # Ranks that hold other tokens drop by their own streams, ranks that hold the same alike.
         with dropout_rng(self.config, self.training):
             return F.dropout(embeddings, self.config.hidden_dropout, self.training)
