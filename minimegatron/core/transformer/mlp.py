@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.transformer import mlp_variants
+from minimegatron.core.transformer import mlp_variants as variants
 from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.spec_utils import build_module
@@ -76,7 +76,5 @@ class MLP(DelayedWgrad, MegatronModule):
         """
         wide, _ = self.linear_fc1(hidden_states)
         activate, fc2, scale = self.config.activation_func, self.linear_fc2, per_token_scale
-        wide = (
-            mlp_variants.gated(activate, wide) if self.config.gated_linear_unit else activate(wide)
-        )
-        return fc2(wide) if scale is None else mlp_variants.scaled_output(fc2, wide, scale)
+        wide = variants.gated(activate, wide) if self.config.gated_linear_unit else activate(wide)
+        return fc2(wide) if scale is None else variants.scaled_output(fc2, wide, scale)

@@ -89,9 +89,7 @@ class LanguageModelEmbedding(MegatronModule):
             if self.add_position_embedding:
                 embeddings = embeddings + self.position_embeddings(position_ids)
             if tokentype_ids is not None or self.tokentype_embeddings is not None:
-                embeddings = embeddings + token_types.embedded_token_types(
-                    self, tokentype_ids, input_ids
-                )
+                embeddings = embeddings + token_types.embedded(self, tokentype_ids, input_ids)
         except IndexError as error:
             raise embedding_checks.without_row(self, error, *numbers) from None
         if not self.reduce_scatter_embeddings:

@@ -10,7 +10,7 @@ import torch
 from minimegatron.core.models.common.embeddings.embedding_checks import check_of_tokens
 
 
-def embedded_token_types(
+def embedded(
     embedding: Any, tokentype_ids: torch.Tensor | None, tokens: torch.Tensor
 ) -> torch.Tensor:
     """Types [b, s] of tokens [b, s] -> [b, s, h], by the table of `embedding`.
