@@ -222,10 +222,6 @@ UNENTERED = {
     "core/pipeline_parallel/p2p_communication.py: P2PCommunicator.abandon": (
         "the third edge of a step, beside begin_step and finish"
     ),
-    (
-        "core/pipeline_parallel/p2p_communication.py: "
-        "P2PCommunicator.send_forward_backward_recv_forward_backward"
-    ): "one of the nine methods, for interleaving without overlap",
     "core/tensor_parallel/mappings.py: _CopyToModelParallelRegion.forward": (
         "with reduce, the conjugate pair that exercise 2 asks for"
     ),

@@ -1,4 +1,4 @@
-"""What a communicator does where messages have no tags, or sizes that vary: batches, sizes ahead.
+"""What a communicator does where messages have no tags, sizes that vary, or do not overlap.
 
 Counterpart: `megatron.core.pipeline_parallel.p2p_communication`.
 """
@@ -32,13 +32,39 @@ class MessageBatches:
         """Starts all messages together: none waits for another of its batch."""
         if not messages:  # NCCL refuses an empty batch
             return []
-        works = dist.batch_isend_irecv([self._operation(message) for message in messages])
+        try:
+            works = dist.batch_isend_irecv([self._operation(message) for message in messages])
+        except (RuntimeError, OSError) as error:
+            raise p2p_checks.lost_at_start(self.curr_rank_in_pg, messages[0], error) from error
         return works * len(messages) if len(works) == 1 else works
 
     @traced("p2p-start", call_attributes.of_message)
     def _operation(self, message: Any) -> dist.P2POp:
         start = dist.isend if message.is_send else dist.irecv
         return dist.P2POp(start, message.tensor, group=self.pp_group, group_peer=message.peer)
+
+    # -- Interleaving where messages do not overlap --
+
+    @traced("forward-backward-send-forward-backward-recv")
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: torch.Tensor | None,
+        input_tensor_grad: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """All four at once. Returns (input, output gradient), each None if not asked for."""
+        messages = self._in_order(
+            send_next=output_tensor,
+            send_prev=input_tensor_grad,
+            recv_prev=tensor_shape if recv_prev else None,
+            recv_next=tensor_shape if recv_next else None,
+        )
+        handles = [handle for handle in self.exchange(messages) if not handle.message.is_send]
+        received = {handle.message.payload: handle for handle in handles}
+        from_prev, from_next = received.get(ACTIVATION), received.get(GRADIENT)
+        return from_prev and from_prev.wait(), from_next and from_next.wait()
 
     # -- Shapes ahead --
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel import user_results
 
 
 def check_ring(config: ModelParallelConfig, num_stages: int) -> None:
@@ -20,6 +21,21 @@ def check_ring(config: ModelParallelConfig, num_stages: int) -> None:
             "messages by position only; set batch_p2p_comm=False (overlap_p2p_comm may then "
             "be on or off), or use more than 2 stages"
         )
+
+
+def check_output(output_tensor: Any, shapes: Any, dtype: torch.dtype | None) -> None:
+    """Raises ValueError for an output that the next stage would read in another shape or dtype.
+
+    Args:
+        output_tensor: a tensor, or a list of some.
+        shapes: one, or a list of some; one that is empty is sent ahead of its message.
+        dtype: of what the next stage receives; None for torch's default.
+    """
+    outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
+    received = dtype or torch.get_default_dtype()
+    is_one = len(outputs) == 1 and outputs[0].dtype == received
+    if not is_one or outputs[0].shape != (shapes[0] if len(shapes) == 1 else shapes):
+        user_results.refuse_other_outputs(outputs, shapes, received)
 
 
 def refuse_dimensions(tensor: torch.Tensor) -> None:

@@ -109,9 +109,8 @@ def is_single_shape(x: Any) -> bool:
     >>> [is_single_shape(x) for x in ([4, 2, 8], [[4, 2, 8]], [torch.Size([4, 2, 8])], (), 5)]
     [True, False, False, False, False]
     """
-    if isinstance(x, torch.Size):
-        return True
-    return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], int)
+    begins_with_number = isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], int)
+    return begins_with_number or isinstance(x, torch.Size)
 
 
 def sends_shapes(config: ModelParallelConfig) -> bool:
@@ -180,7 +179,6 @@ class P2PCommunicator(MessageBatches):
         # Unless told the group's limit, gloo waits as long as the default group may.
         is_gloo = pp_group.name() == "gloo"
         self._limit = (timedelta(seconds=get_timeout(pp_group)),) if is_gloo else ()
-        self._unfinished_sends: dict[tuple[int, str], deque[Started]] = defaultdict(deque)
         self.begin_step()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -198,10 +196,8 @@ class P2PCommunicator(MessageBatches):
     def begin_step(self, send_limit: int = SEND_LIMIT) -> None:
         """Before the first message of a step; `send_limit` says how many may lie unreceived."""
         self.send_limit = send_limit
-        if self._keeps_sent:
-            self._unfinished_sends.clear()
-        else:
-            self._unfinished_sends = _untaken_of(self.pp_group)
+        keeps_sent = self._keeps_sent
+        self._unfinished_sends = defaultdict(deque) if keeps_sent else _untaken_of(self.pp_group)
         # How many messages there were, by direction, payload and peer.
         self._num_started: dict[tuple[bool, str, int], int] = defaultdict(int)
         self._sends_shapes = sends_shapes(self.config)
@@ -267,7 +263,7 @@ class P2PCommunicator(MessageBatches):
             messages = self._in_order(send_prev=input_tensor_grads, recv_prev=tensor_shapes)
         return _as_asked(self.exchange(messages), tensor_shapes)
 
-    # -- What interleaved 1F1B calls --
+    # -- What interleaved 1F1B calls; a ninth method, without overlap, is in `message_batches` --
 
     @traced("forward-send-forward-recv")
     def send_forward_recv_forward(
@@ -298,26 +294,6 @@ class P2PCommunicator(MessageBatches):
         shape = tensor_shape if recv_next else None
         messages = self._in_order(send_prev=input_tensor_grad, recv_next=shape)
         return _now_or_later(self.exchange(messages), "recv_next", overlap_p2p_comm)
-
-    @traced("forward-backward-send-forward-backward-recv")
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: torch.Tensor | None,
-        input_tensor_grad: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Shape,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """All four at once. Returns (input, output gradient), each None if not asked for."""
-        messages = self._in_order(
-            send_next=output_tensor,
-            send_prev=input_tensor_grad,
-            recv_prev=tensor_shape if recv_prev else None,
-            recv_next=tensor_shape if recv_next else None,
-        )
-        handles = _by_name(self.exchange(messages))
-        from_prev, from_next = handles.get("recv_prev"), handles.get("recv_next")
-        return from_prev and from_prev.wait(), from_next and from_next.wait()
 
     def _in_order(self, **given: Any) -> Iterator[TensorMessage]:
         """The messages of one call, in order; each is made once the one before has been started.
@@ -369,49 +345,41 @@ class P2PCommunicator(MessageBatches):
         is_batch = self.config.batch_p2p_comm and not self.is_tagged
         ready: list[TensorMessage] = []
         works: list[Handle] = []
-        starting: TensorMessage | None = None
-        try:
-            for message in messages:
-                if message.is_send:
-                    unfinished = self._unfinished_sends[message.peer, message.payload]
-                    if runs_on and len(unfinished) >= self.send_limit:
-                        self._make_room(unfinished)
-                    if self._keeps_sent:
-                        message = self._kept(message)
-                else:
-                    message = self._with_memory(message)
-                ready.append(message)
-                # At once: memory for a receive is not made while a message waits to be sent.
-                if not is_batch:
-                    starting = message
-                    works.append(self.start(message))
-                    starting = None
-            if is_batch:
-                starting = next(iter(ready), None)
-                works = self.start_batch(ready)
-        except (RuntimeError, OSError) as error:
-            if starting is None:  # there was no room, or no memory
-                raise
-            raise p2p_checks.lost_at_start(self.curr_rank_in_pg, starting, error) from error
+        for message in messages:
+            if message.is_send:
+                unfinished = self._unfinished_sends[message.peer, message.payload]
+                if runs_on and len(unfinished) >= self.send_limit:
+                    self._make_room(unfinished)
+                if self._keeps_sent:
+                    message = self._kept(message)
+            elif message.tensor is None:
+                message = self._with_memory(message)
+            ready.append(message)
+            # At once: memory for a receive is not made while a message waits to be sent.
+            if not is_batch:
+                works.append(self.start(message))
+        if is_batch:
+            works = self.start_batch(ready)
         return [self._handle(m, work, runs_on) for m, work in zip(ready, works, strict=True)]
 
     @traced("p2p-start", call_attributes.of_message)
     def start(self, message: TensorMessage) -> Handle:
-        """Starts one message. Raises what `torch.distributed` raises, if the peer has gone, say."""
+        """Starts one message. Raises ConnectionError, naming both stages, if the peer has gone."""
         group, tag = self.pp_group, self._first_tag + TAGS[message.payload]
-        if message.is_send:
-            return dist.isend(message.tensor, group=group, group_dst=message.peer, tag=tag)
-        if hasattr(group, "receive_lent"):  # what is in shared memory need not be copied
-            return group.receive_lent(message.tensor, message.peer, tag)
-        return dist.irecv(message.tensor, group=group, group_src=message.peer, tag=tag)
+        try:
+            if message.is_send:
+                return dist.isend(message.tensor, group=group, group_dst=message.peer, tag=tag)
+            if hasattr(group, "receive_lent"):  # what is in shared memory need not be copied
+                return group.receive_lent(message.tensor, message.peer, tag)
+            return dist.irecv(message.tensor, group=group, group_src=message.peer, tag=tag)
+        except (RuntimeError, OSError) as error:
+            raise p2p_checks.lost_at_start(self.curr_rank_in_pg, message, error) from error
 
     def _make_room(self, unfinished: deque[Started]) -> None:
         while len(unfinished) >= self.send_limit:
             unfinished.popleft().wait()
 
     def _with_memory(self, message: TensorMessage) -> TensorMessage:
-        if message.tensor is not None:
-            return message
         # The input must require a gradient, or backward would stop at the stage's first layer.
         tensor = torch.empty(
             tuple(message.shape),

@@ -27,9 +27,9 @@ def refuse_shared_iterators(data_iterators: list) -> None:
             )
 
 
-def check_fits(schedule: str, pp_size: int, vp_size: int | None, fitting: str) -> None:
+def check_fits(schedule: str | None, pp_size: int, vp_size: int | None, fitting: str) -> None:
     """Raises ValueError for one of the three written schedules that does not fit these sizes."""
-    if schedule in (NO_PIPELINING, INTERLEAVED, ONE_F_ONE_B):
+    if schedule != fitting and schedule in (NO_PIPELINING, INTERLEAVED, ONE_F_ONE_B):
         raise ValueError(
             f"the schedule {schedule} does not fit pp_size {pp_size} and vp_size {vp_size}; "
             f"{fitting} does"

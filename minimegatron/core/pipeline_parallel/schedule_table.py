@@ -59,17 +59,13 @@ def count_rank_microbatches(
     RankMicrobatches(total=8, are_all_in_warmup=True, num_warmup=8, num_remaining=0)
     """
     total = num_microbatches * num_model_chunks
-    if forward_only:
-        num_warmup = total
-    elif pp_size == 1:
-        num_warmup = 0
-    elif is_interleaved:
+    num_warmup = pp_size - pp_rank - 1
+    if is_interleaved:
         num_warmup = 2 * (pp_size - pp_rank - 1)
         num_warmup += (num_model_chunks - 1) * microbatch_group_size_per_vp_stage
-        if overlap_moe_expert_parallel_comm:
-            num_warmup += 1
-    else:
-        num_warmup = pp_size - pp_rank - 1
+        num_warmup += 1 if overlap_moe_expert_parallel_comm else 0
+    if forward_only or pp_size == 1:
+        num_warmup = total if forward_only else 0
     are_all_in_warmup = num_warmup >= total
     num_warmup = min(num_warmup, total)
     return RankMicrobatches(total, are_all_in_warmup, num_warmup, total - num_warmup)

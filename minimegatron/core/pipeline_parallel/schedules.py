@@ -24,7 +24,7 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.orders.planned_schedule import get_named_forward_backward_func
 from minimegatron.core.orders.send_limits import get_interleaved_send_limit
 from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
-from minimegatron.core.pipeline_parallel import combined_1f1b
+from minimegatron.core.pipeline_parallel import combined_1f1b, schedule_checks
 from minimegatron.core.pipeline_parallel.failed_step import framed_schedule
 from minimegatron.core.pipeline_parallel.hooked_frame import HookedFrame
 from minimegatron.core.pipeline_parallel.loops import interleaved_1f1b, no_pipelining, one_f_one_b
@@ -32,13 +32,6 @@ from minimegatron.core.pipeline_parallel.p2p_communication import (
     P2PCommunicator,
     communicator_of,
     get_tensor_shapes,
-)
-from minimegatron.core.pipeline_parallel.schedule_checks import (
-    check_chunks,
-    check_fits,
-    check_plain,
-    check_ring,
-    refuse_several,
 )
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 from minimegatron.core.pipeline_parallel.step_frame import StepFrame, groups_of_step
@@ -120,10 +113,10 @@ def get_forward_backward_func(
         name, function = INTERLEAVED, forward_backward_pipelining_with_interleaving
     else:
         name, function = ONE_F_ONE_B, forward_backward_pipelining_without_interleaving
-    if pipeline_schedule in (None, name):
-        return function
-    check_fits(pipeline_schedule, pp_size, vp_size, name)
-    return get_named_forward_backward_func(pipeline_schedule)
+    schedule_checks.check_fits(pipeline_schedule, pp_size, vp_size, name)
+    if pipeline_schedule not in (None, name):
+        function = get_named_forward_backward_func(pipeline_schedule)
+    return function
 
 
 @framed_schedule
@@ -247,10 +240,10 @@ def forward_backward_pipelining_with_interleaving(
     microbatches that `check_interleaving` refuses.
     """
     config = config_of_run(model)
-    check_chunks(model, data_iterator, config, adjust_tensor_shapes_fn)
+    schedule_checks.check_chunks(model, data_iterator, config, adjust_tensor_shapes_fn)
     pg_collection = groups_of_step(model[0], pg_collection)
     p2p = p2p_communicator or communicator_of(pg_collection, get_model_config(model[0]))
-    check_ring(p2p)
+    schedule_checks.check_ring(p2p)
     num_stages, stage = p2p.pp_group.size(), p2p.pp_group.rank()
     group_size = config.microbatch_group_size_per_vp_stage or num_stages
     sizes = (num_stages, stage, num_microbatches, len(model), group_size)
@@ -305,7 +298,7 @@ def _groups_for_1f1b(
     pg_collection: ProcessGroupCollection | None,
 ) -> tuple[P2PCommunicator, ProcessGroupCollection]:
     if config.overlap_p2p_comm or config.pipeline_schedule is not None:
-        check_plain(config)
+        schedule_checks.check_plain(config)
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     return p2p_communicator or communicator_of(pg_collection, config), pg_collection
 
@@ -324,16 +317,13 @@ def _message_shapes(
     if adjust_tensor_shapes_fn is not None:
         # Two lists: such a function may change each in place, as that of ModelOpt does.
         return adjust_tensor_shapes_fn(shapes, list(shapes))
-    message_shapes = getattr(unwrap_model(model), "message_shapes", None)
-    if message_shapes is None:
-        return shapes, shapes
-    return message_shapes(shapes_of(seq_length=seq_length), shapes)
+    own = getattr(unwrap_model(model), "message_shapes", None)
+    return (shapes, shapes) if own is None else own(shapes_of(seq_length=seq_length), shapes)
 
 
 def _only(one_or_list: Any, name: str) -> Any:
     # Both come as lists where a caller does not know which schedule it got.
-    if not isinstance(one_or_list, list):
-        return one_or_list
-    if len(one_or_list) != 1:
-        refuse_several(one_or_list, name)
-    return one_or_list[0]
+    is_list = isinstance(one_or_list, list)
+    if is_list and len(one_or_list) != 1:
+        schedule_checks.refuse_several(one_or_list, name)
+    return one_or_list[0] if is_list else one_or_list

@@ -188,12 +188,9 @@ def groups_of_step(
     model: torch.nn.Module, pg_collection: ProcessGroupCollection | None
 ) -> ProcessGroupCollection:
     """`pg_collection`; or else the model's own, if it has all of a step; or else see `groups_of`."""
-    if pg_collection is not None:
-        return pg_collection
     own = getattr(unwrap_model(model), "pg_collection", None)
-    if own is not None and set(GROUPS_OF_A_STEP) <= vars(own).keys():
-        return own
-    return groups_of(model)
+    has_all = own is not None and set(GROUPS_OF_A_STEP) <= vars(own).keys()
+    return pg_collection or (own if has_all else groups_of(model))
 
 
 def finish_step(

@@ -8,7 +8,7 @@ each call, and keeps `input_tensors` and `output_tensors` lists of its own.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from minimegatron.core import call_attributes, parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel import user_results
 from minimegatron.core.pipeline_parallel.no_frame import NoFrame
+from minimegatron.core.pipeline_parallel.p2p_checks import check_output
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
 from minimegatron.core.utils import (
@@ -92,9 +93,8 @@ def forward_step(
 
 
 def _is_output_and_function(returned: Any) -> bool:
-    if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
-        return False
-    return returned[1] is None or callable(returned[1])
+    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    return is_pair and (returned[1] is None or callable(returned[1]))
 
 
 def all_outputs(model: torch.nn.Module, input_tensor: Any, output_tensor: torch.Tensor) -> Any:
@@ -126,9 +126,11 @@ def prepare_forward(
 
 def autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
     """Around a forward: mixed precision, if the config asks for it."""
-    if not config.enable_autocast:
-        return contextlib.nullcontext()
-    return torch.autocast(get_device().type, dtype=config.autocast_dtype)
+    return (
+        torch.autocast(get_device().type, dtype=config.autocast_dtype)
+        if config.enable_autocast
+        else contextlib.nullcontext()
+    )
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
@@ -194,29 +196,22 @@ def forward_step_calc_loss(
     d * c ranks, and nothing divides auxiliary losses by tokens. A loss with a factor 1 / (d * c)
     of its own is right, and `config.mean_loss_has_factor` says so.
     """
-    if cp_group_size is None:
-        cp_group_size = parallel_state.get_context_parallel_world_size()
+    cp_group_size = cp_group_size or parallel_state.get_context_parallel_world_size()
     if is_last_stage is None:
-        where = {"ignore_virtual": False, "vp_stage": vp_stage}
-        is_last_stage = parallel_state.is_pipeline_last_stage(**where)
+        is_last_stage = parallel_state.is_pipeline_last_stage(False, vp_stage)
     num_tokens = NO_TOKENS
-    if is_last_stage and loss_func is None:
-        forward_data_store.append(output_tensor)
-    elif is_last_stage and collect_non_loss_data:
-        forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
+    if is_last_stage and (loss_func is None or collect_non_loss_data):
+        forward_data_store.append(user_results.value_to_store(loss_func, output_tensor))
     elif is_last_stage:
         outputs = call_traced("loss-func", loss_func, output_tensor)
-        if not (isinstance(outputs, (tuple, list)) and len(outputs) in (2, 3)):
-            user_results.refuse_loss_results(outputs)
-        if len(outputs) == 3:
-            output_tensor, num_tokens, report = outputs
-            num_tokens = _count_of_tokens(num_tokens, config)
-            if not config.calculate_per_token_loss:
-                output_tensor = output_tensor / or_one(num_tokens) / num_microbatches
-        else:
-            output_tensor, report = outputs
-            user_results.warn_of_mean(config, model)
-            output_tensor = output_tensor * cp_group_size / num_microbatches
+        has_tokens = isinstance(outputs, (tuple, list)) and len(outputs) == 3
+        sizes = (cp_group_size, num_microbatches)
+        output_tensor, num_tokens, report = (
+            outputs if has_tokens else user_results.scaled_mean(outputs, config, model, *sizes)
+        )
+        num_tokens = _count_of_tokens(num_tokens, config)
+        if has_tokens and not config.calculate_per_token_loss:
+            output_tensor = output_tensor / or_one(num_tokens) / num_microbatches
         forward_data_store.append(report)
     if config.aux_loss_scale_funcs:
         user_results.scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
@@ -225,10 +220,10 @@ def forward_step_calc_loss(
 
 def _count_of_tokens(num_tokens: Any, config: ModelParallelConfig) -> torch.Tensor:
     """A loss function's number of tokens, a number or a tensor of one, as a tensor []."""
-    count = None if isinstance(num_tokens, Mapping) else torch.as_tensor(num_tokens)
-    if count is None or count.numel() != 1 or count.requires_grad:
-        user_results.look_at_tokens(count, config.calculate_per_token_loss)
-    return count.reshape(())
+    is_one = isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1
+    if not is_one or num_tokens.requires_grad:
+        num_tokens = user_results.count_of(num_tokens, config.calculate_per_token_loss)
+    return num_tokens.reshape(())
 
 
 @traced("backward-compute")
@@ -281,9 +276,8 @@ def input_gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
     The stage before waits for it all the same.
     """
-    if tensor is not None and tensor.grad is None:
-        tensor.grad = torch.zeros_like(tensor)
-    return None if tensor is None else tensor.grad
+    is_unused = tensor is not None and tensor.grad is None
+    return torch.zeros_like(tensor) if is_unused else getattr(tensor, "grad", None)
 
 
 def deallocate_output_tensor(
@@ -468,18 +462,3 @@ class ModelChunk:
     def is_in_last_microbatch(self) -> bool:
         """True from the beginning of its last forward, if no other microbatch is in flight then."""
         return self._num_forwards == self.num_microbatches and not self._in_flight
-
-
-def check_output(output_tensor: Any, shapes: Any, dtype: torch.dtype | None) -> None:
-    """Raises ValueError for an output that the next stage would read in another shape or dtype.
-
-    Args:
-        output_tensor: a tensor, or a list of some.
-        shapes: one, or a list of some; one that is empty is sent ahead of its message.
-        dtype: of what the next stage receives; None for torch's default.
-    """
-    outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
-    received = dtype or torch.get_default_dtype()
-    is_one = len(outputs) == 1 and outputs[0].dtype == received
-    if not is_one or outputs[0].shape != (shapes[0] if len(shapes) == 1 else shapes):
-        user_results.refuse_other_outputs(outputs, shapes, received)

@@ -5,6 +5,7 @@ words.
 """
 
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,11 +52,30 @@ def refuse_step_results(returned: Any) -> None:
     )
 
 
-def refuse_loss_results(returned: Any) -> None:
-    """Raises ValueError: a loss function returned this, and not its two or three values."""
+def value_to_store(loss_func: Callable | None, output_tensor: torch.Tensor) -> Any:
+    """What the last stage stores where there is no loss: the output, or what is made of it."""
+    return output_tensor if loss_func is None else loss_func(output_tensor, non_loss_data=True)
+
+
+def scaled_mean(
+    returned: Any,
+    config: ModelParallelConfig,
+    model: torch.nn.Module | None,
+    cp_group_size: int,
+    num_microbatches: int,
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Of a loss function's two values: (the mean, scaled for backward; no tokens; the report).
+
+    Raises ValueError if it returned something else, and not three values.
+    """
     is_row = isinstance(returned, (tuple, list))
-    what = f"{len(returned)} values" if is_row else _in_words(returned)
-    raise ValueError(f"the loss function returned {what}; {FORMS}")
+    if not (is_row and len(returned) == 2):
+        what = f"{len(returned)} values" if is_row else _in_words(returned)
+        raise ValueError(f"the loss function returned {what}; {FORMS}")
+    output_tensor, report = returned
+    warn_of_mean(config, model)
+    no_tokens = torch.tensor(0, dtype=torch.int)
+    return output_tensor * cp_group_size / num_microbatches, no_tokens, report
 
 
 def _in_words(value: Any) -> str:
@@ -116,17 +136,17 @@ def warn_of_mean(config: ModelParallelConfig, model: torch.nn.Module | None) -> 
         )
 
 
-def look_at_tokens(count: torch.Tensor | None, calculate_per_token_loss: bool) -> None:
-    """Called where a loss function's number of tokens is not one number without a gradient.
+def count_of(num_tokens: Any, calculate_per_token_loss: bool) -> torch.Tensor:
+    """A loss function's number of tokens as a tensor, where it is no tensor of one without a gradient.
 
-    Raises ValueError for a dictionary (`count` is None), for several numbers, and for a gradient that
-    would be lost.
+    Raises ValueError for a dictionary, for several numbers, and for a gradient that would be lost.
     """
-    if count is None:
+    if isinstance(num_tokens, Mapping):
         raise ValueError(
             "the loss function returned a dictionary as number of tokens; return (summed loss, number "
             "of tokens, report), in this order"
         )
+    count = torch.as_tensor(num_tokens)
     if count.numel() != 1:
         raise ValueError(
             f"the loss function returned a number of tokens of shape {tuple(count.shape)}; return "
@@ -138,6 +158,7 @@ def look_at_tokens(count: torch.Tensor | None, calculate_per_token_loss: bool) -
             "calculate_per_token_loss all gradients are divided by all tokens after backward, and this "
             "one would be lost; return num_tokens.detach(), or turn calculate_per_token_loss off"
         )
+    return count
 
 
 def scale_auxiliary_losses(

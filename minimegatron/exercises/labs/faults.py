@@ -195,7 +195,7 @@ FAULTS = (
     ),
     Fault(
         "context-ranks-forgotten",
-        _PP + "steps.py",
+        _PP + "user_results.py",
         "output_tensor * cp_group_size / num_microbatches",
         "output_tensor / num_microbatches",
         "A mean over all context-parallel ranks is averaged again: gradients are c times too small.",

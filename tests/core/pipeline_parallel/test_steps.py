@@ -170,13 +170,13 @@ def test_a4_a_stage_that_is_not_told_where_it_is_asks(monkeypatch, ends_here, gi
     monkeypatch.setattr(
         steps.parallel_state,
         "is_pipeline_last_stage",
-        lambda **where: asked.append(where) or ends_here,
+        lambda ignore_virtual, vp_stage: asked.append((ignore_virtual, vp_stage)) or ends_here,
     )
     output = torch.tensor([2.0, 4.0])
     places = (None, None) if given_by == "None" else ()
     loss_func = lambda out: (out.mean(), {"loss": out.mean()})  # noqa: E731
     loss, _ = forward_step_calc_loss(None, output, loss_func, config, 1, False, 4, store, *places)
-    assert asked == [{"ignore_virtual": False, "vp_stage": 1}] and factors == [2]
+    assert asked == [(False, 1)] and factors == [2]
     if ends_here:
         assert loss.item() == pytest.approx(3.0 * 2 / 4) and store == [{"loss": 3.0}]
     else:
