@@ -25,7 +25,7 @@ LATE = {
     "core.models.gpt": ["moe_module_specs"],
     "core.optimizer": ["other_norms"],
     "core.orders": ["lowering", "orders", "planned_schedule", "runnable"],
-    "core.pipeline_parallel": ["combined_1f1b", "user_results"],
+    "core.pipeline_parallel": ["combined_1f1b", "hooked_frame", "user_results"],
     "core.rerun": ["data_iterator", "differences", "random_numbers", "step_runs", "two_runs"],
     "core.tensor_parallel": [
         "autocast_casts",

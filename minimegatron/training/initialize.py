@@ -80,8 +80,7 @@ def _initialize_distributed(
             get_position_embedding_ranks=get_position_embedding_ranks,
             pipeline_placement=pipeline_placement(args),
         )
-    c = args.context_parallel_size
-    context = f"context {c} x " if c > 1 else ""
+    context = f"context {args.context_parallel_size} x " if args.context_parallel_size > 1 else ""
     print_rank_0(
         f"> {args.world_size} ranks: tensor {args.tensor_model_parallel_size} x "
         f"{context}pipeline {args.pipeline_model_parallel_size} x "

@@ -15,8 +15,8 @@ one way, so no other timing of the same order can come to a standstill.
 
 from functools import lru_cache
 
-from minimegatron.core.orders.lowering import count_unreceived, simulate_orders
-from minimegatron.core.orders.orders import COMBINED, PlanConfig, order_of_ranks
+from minimegatron.core.orders import lowering
+from minimegatron.core.orders import orders as written
 from minimegatron.core.orders.work import (
     FORWARD_ONLY_SEND_LIMIT,
     INTERLEAVED,
@@ -55,6 +55,9 @@ def get_interleaved_send_limits(
     ([2, 1], [7, 7])
     """
     sizes = (pp_size, num_microbatches, num_model_chunks, group_size)
-    config = PlanConfig(COMBINED if is_combined else INTERLEAVED, *sizes, forward_only)
-    orders = order_of_ranks(config)
-    return count_unreceived(orders, simulate_orders(orders, config), config.placement)
+    name = written.COMBINED if is_combined else INTERLEAVED
+    config = written.PlanConfig(name, *sizes, forward_only)
+    orders = written.order_of_ranks(config)
+    return lowering.count_unreceived(
+        orders, lowering.simulate_orders(orders, config), config.placement
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.orders.orders import require_usual_placement
+from minimegatron.core.orders import orders
 from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -52,7 +52,7 @@ def check_plain(config: ModelParallelConfig) -> None:
             "off, or use virtual stages (virtual_pipeline_model_parallel_size)"
         )
     if config.pipeline_schedule is not None:
-        require_usual_placement(config)
+        orders.require_usual_placement(config)
 
 
 def check_chunks(
@@ -72,7 +72,7 @@ def check_chunks(
     if config.overlap_p2p_comm and config.batch_p2p_comm:
         raise ValueError("overlap_p2p_comm needs batch_p2p_comm=False")
     if config.pipeline_schedule is not None:
-        require_usual_placement(config)
+        orders.require_usual_placement(config)
 
 
 def check_ring(p2p: Any) -> None:

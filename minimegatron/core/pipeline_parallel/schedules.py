@@ -21,12 +21,11 @@ import torch
 
 from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.orders.planned_schedule import get_named_forward_backward_func
+from minimegatron.core.orders import planned_schedule
 from minimegatron.core.orders.send_limits import get_interleaved_send_limit
 from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
-from minimegatron.core.pipeline_parallel import combined_1f1b, schedule_checks
+from minimegatron.core.pipeline_parallel import combined_1f1b, hooked_frame, schedule_checks
 from minimegatron.core.pipeline_parallel.failed_step import framed_schedule
-from minimegatron.core.pipeline_parallel.hooked_frame import HookedFrame
 from minimegatron.core.pipeline_parallel.loops import interleaved_1f1b, no_pipelining, one_f_one_b
 from minimegatron.core.pipeline_parallel.p2p_communication import (
     P2PCommunicator,
@@ -113,9 +112,9 @@ def get_forward_backward_func(
         name, function = INTERLEAVED, forward_backward_pipelining_with_interleaving
     else:
         name, function = ONE_F_ONE_B, forward_backward_pipelining_without_interleaving
-    schedule_checks.check_fits(pipeline_schedule, pp_size, vp_size, name)
     if pipeline_schedule not in (None, name):
-        function = get_named_forward_backward_func(pipeline_schedule)
+        schedule_checks.check_fits(pipeline_schedule, pp_size, vp_size, name)
+        function = planned_schedule.get_named_forward_backward_func(pipeline_schedule)
     return function
 
 
@@ -276,7 +275,7 @@ def forward_backward_pipelining_with_interleaving(
 def _frame_class(config: ModelParallelConfig) -> type[StepFrame]:
     hooks = (config.grad_sync_func, config.param_sync_func)
     later = (config.defer_embedding_wgrad_compute, config.delay_wgrad_compute)
-    return HookedFrame if any((*hooks, *later)) else StepFrame
+    return hooked_frame.HookedFrame if any((*hooks, *later)) else StepFrame
 
 
 def _shapes_of(
@@ -323,7 +322,6 @@ def _message_shapes(
 
 def _only(one_or_list: Any, name: str) -> Any:
     # Both come as lists where a caller does not know which schedule it got.
-    is_list = isinstance(one_or_list, list)
-    if is_list and len(one_or_list) != 1:
+    if isinstance(one_or_list, list) and len(one_or_list) != 1:
         schedule_checks.refuse_several(one_or_list, name)
-    return one_or_list[0] if is_list else one_or_list
+    return one_or_list[0] if isinstance(one_or_list, list) else one_or_list
