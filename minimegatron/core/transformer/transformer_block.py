@@ -104,13 +104,13 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
             rotary_pos_emb: angles [s, 1, 1, d'], or None.
             checkpoint_activations_microbatch: see `Recompute.of`.
         """
-        word, mask = checkpoint_activations_microbatch, attention_mask
+        asked, mask = checkpoint_activations_microbatch, attention_mask
         hidden_states = self.first_input(hidden_states)
         rest = {"context": context, "context_mask": context_mask, "rotary_pos_emb": rotary_pos_emb}
         with dropout_rng(self.config, self.training):
-            if word or self.config.recompute_granularity is not None:
+            if asked or self.config.recompute_granularity is not None:
                 hidden_states = recompute.recomputed_forward(
-                    self, word, hidden_states, mask, **rest
+                    self, asked, hidden_states, mask, **rest
                 )
             else:
                 for layer in self.layers:
