@@ -19,7 +19,7 @@ LATE = {
     "core": ["activations", "full_cuda_graph", "straggler_words", "words"],
     "core.datasets": ["atomic_file", "indexed_dataset", "wordpiece_tokenizer"],
     "core.dist_checkpointing": ["core"],
-    "core.distributed": ["embedding_copies", "grad_checks"],
+    "core.distributed": ["embedding_copies", "grad_checks", "torch_ddp"],
     "core.models.common": ["model_chunk_schedule_plan"],
     "core.models.common.embeddings": ["embedding_checks", "token_types"],
     "core.models.gpt": ["moe_module_specs"],
@@ -30,6 +30,7 @@ LATE = {
     "core.tensor_parallel": [
         "autocast_casts",
         "frozen_weight",
+        "label_smoothing",
         "recompute",
         "sizes_of_first_batch",
         "standalone_regions",

@@ -8,10 +8,7 @@ from collections.abc import Callable
 import torch
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.core.distributed import (
-    DistributedDataParallel,
-    TorchDistributedDataParallel,
-)
+from minimegatron.core.distributed import DistributedDataParallel, torch_ddp
 from minimegatron.core.enums import ModelType
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -92,13 +89,14 @@ def _print_number_of_parameters(model: list[torch.nn.Module]) -> None:
 
 def _wrap_with_ddp(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     args = get_args()
-    wrapper = {"local": DistributedDataParallel, "torch": TorchDistributedDataParallel}
+    is_local = args.DDP_impl == "local"
+    wrapper = DistributedDataParallel if is_local else torch_ddp.TorchDistributedDataParallel
     ddp_config = ddp_config_from_args(args)
     # Only the model's first stage has its gradients late enough for buckets to pay: those of later
     # stages have the whole rest of the backward pass to be reduced in.
     where = {"ignore_virtual": False}
     return [
-        wrapper[args.DDP_impl](
+        wrapper(
             get_model_config(chunk),
             ddp_config,
             chunk,

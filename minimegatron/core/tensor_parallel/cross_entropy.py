@@ -14,8 +14,8 @@ import torch
 
 from minimegatron.core import collectives
 from minimegatron.core.collectives import ReduceOp
+from minimegatron.core.tensor_parallel import label_smoothing as smoothing
 from minimegatron.core.tensor_parallel import target_checks
-from minimegatron.core.tensor_parallel.label_smoothing import smooth
 from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
     get_tensor_model_parallel_group_if_none,
@@ -55,7 +55,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         # -- Label smoothing takes a share from the target, and spreads it over all classes --
         given = (label_smoothing, predicted, logits, vocab_size, group)
-        spread, predicted = smooth(*given) if label_smoothing > 0 else (0.0, predicted)
+        spread, predicted = smoothing.smooth(*given) if label_smoothing > 0 else (0.0, predicted)
 
         softmax = logits.exp_()
         normaliser = softmax.sum(dim=-1)

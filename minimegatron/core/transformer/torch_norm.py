@@ -43,7 +43,7 @@ def WrappedTorchNorm(
             must be summed. None: as between layers, only under `config.sequence_parallel`.
             Norms inside a tensor-parallel region (queries and keys, per head) say True.
     """
-    norm_class = {"LayerNorm": LayerNorm, "RMSNorm": rms_norm.RMSNorm}[config.normalization]
+    norm_class = LayerNorm if config.normalization == "LayerNorm" else rms_norm.RMSNorm
     norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
     is_partial = config.sequence_parallel if gradient_is_partial is None else gradient_is_partial
     for name, param in norm.named_parameters():
