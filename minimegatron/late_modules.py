@@ -100,6 +100,10 @@ class StandIn:
     def __delattr__(self, name: str) -> None:
         delattr(importlib.import_module(self._name), name)
 
+    def __reduce__(self) -> tuple:
+        # What is sent to another process names the module, as a module does.
+        return importlib.import_module, (self._name,)
+
     @property
     def __dict__(self) -> dict[str, Any]:
         return vars(importlib.import_module(self._name))

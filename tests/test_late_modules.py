@@ -1,12 +1,15 @@
 """Modules that are loaded when somebody first uses them."""
 
 import ast
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import cloudpickle
 import pytest
 
 import minimegatron
@@ -66,6 +69,14 @@ def test_what_a_test_puts_in_is_in_the_module(monkeypatch):
     assert words.first_few == "third"
     monkeypatch.undo()
     assert words.first_few is before is stand_in.first_few
+
+
+def test_another_process_gets_the_module():
+    """A function of a notebook is sent with what its names mean."""
+    stand_in = StandIn("minimegatron.core.words")
+    assert pickle.loads(pickle.dumps(stand_in)).__name__ == "minimegatron.core.words"
+    assert cloudpickle.loads(cloudpickle.dumps(stand_in)).__name__ == "minimegatron.core.words"
+    assert copy.deepcopy(stand_in).__name__ == "minimegatron.core.words"
 
 
 def test_only_packages_that_have_late_modules_get_stand_ins():

@@ -146,7 +146,8 @@ def test_the_norm_is_the_same_in_few_kernels(monkeypatch, dtype):
         found = get_grad_norm_fp32(iter(grads))
         assert calls == [4]
         assert get_grad_norm_fp32([]) == 0.0
-    assert found == pytest.approx(wanted, rel=1e-6 if dtype == torch.float32 else 1e-14)
+    # 120,000 squares, added up in another order, and on each processor in its own: 2e-14 were seen.
+    assert found == pytest.approx(wanted, rel=1e-6 if dtype == torch.float32 else 1e-13)
 
 
 def unscaled(grads: list[torch.Tensor | None], scale: float) -> tuple[bool, list]:

@@ -37,7 +37,7 @@ ALLOWED = {
     "validate_result": NUM_MICROBATCHES,  # is the loss a number: before a bad step goes further
     "_unscale_main_grads_and_check_for_nan": 1,  # with a loss scale: skip the step or not
     "_reduce_over": 1,  # the gradient norm, and then at once:
-    "check_grads": 1,  # are all gradients numbers, for each chunk
+    "check_noted_grads": 1,  # are all gradients numbers, for each chunk
 }
 """By function of the package: how often one step of one process may. None of these waits twice for the
 same work: a microbatch's loss, then all of backward."""

@@ -51,7 +51,7 @@ def check_noted_grads(groups: Iterable[Any]) -> None:
     """Raises what `judge_bucket` raises, for what it has noted of the buckets of these groups."""
     buckets = [bucket for group in groups for bucket in group.buckets]
     noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
-    if not noted or bool(torch.cat(noted).isfinite().all()):
+    if not (noted and bool(torch.cat(noted).isfinite().logical_not().any())):
         return
     for bucket in buckets:
         kinds = [] if bucket.noted is None else [*map(_kind_of_bad, bucket.noted.tolist())]
