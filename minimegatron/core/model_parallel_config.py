@@ -21,7 +21,11 @@ knob = partial(knobs.knob, section="parallel")
 
 @dataclass
 class ModelParallelConfig(SubjectFields):
-    """Sizes of every parallel dimension, precision, and schedule hooks."""
+    """Sizes of every parallel dimension, precision, and schedule hooks.
+
+    Fields of single subjects, all off by default, are those of its bases: see `SubjectFields`. `knob`
+    makes a field a flag of the command line, too; `given` is the flag's default where it is another.
+    """
 
     # -- Sizes --
     tensor_model_parallel_size: int = knob(1, minimum=1)

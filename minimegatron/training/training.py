@@ -62,6 +62,8 @@ from minimegatron.training.utils import (
 )
 from minimegatron.training.watching import watched
 
+# What Megatron has under this module's name, and no step calls, is looked up where it lives: here, and
+# in other files with a `__getattr__` after their imports.
 _SETUP = "minimegatron.training.model_setup"
 __getattr__, __dir__ = lazily(
     __name__,
@@ -209,6 +211,7 @@ def train(
     for chunk in model:
         chunk.train()
     _connect_schedule(config, model, optimizer)
+    # What `get_forward_backward_func` gives for the sizes of the run, in the caller's wrapper if any.
     forward_backward_func = schedule_of_run(wrap_forward_backward_func)
 
     describe_more = partial(describe_model, config, model)

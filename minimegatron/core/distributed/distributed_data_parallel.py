@@ -63,7 +63,8 @@ def gradient_scaling_factor(
 
 
 class DistributedDataParallel(OnDemand, _BaseDataParallel):
-    """Wraps one model chunk.
+    """Wraps one model chunk. `OnDemand` has what is called now and then: `start_param_sync` starts the
+    gathering of all groups, and with `force_sync` waits for it.
 
     Args:
         config: of the model; `calculate_per_token_loss` decides the scaling of gradients.

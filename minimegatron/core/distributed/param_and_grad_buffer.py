@@ -4,7 +4,7 @@ Counterpart: `megatron.core.distributed.param_and_grad_buffer`, under the same n
 
 Backward produces the last layer's gradient first, so parameters are laid out in reverse: a bucket
 is a stretch of the buffer whose gradients arrive one after the other, and can be on its way while
-earlier layers still compute.
+earlier layers still compute. A bucket ends with the parameter that fills it.
 
     params       embed  layer0  layer1  head             (the order of module.parameters())
     buffer       [ head  layer1 | layer0  embed ]        two buckets

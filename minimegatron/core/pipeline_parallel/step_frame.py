@@ -41,6 +41,9 @@ from minimegatron.core.utils import unwrap_model
 class StepFrame(StepOnGroups):
     """A context manager around one step of one stage. Chunks are added before it is entered.
 
+    Entered, all ranks begin the step, then come `p2p.begin_step` and `prepare`. Left without an error,
+    come `p2p.finish` and `finish`; see `failed_step.StepOnGroups`.
+
     Args:
         config: of the run, for all chunks; see `config_of_run`.
         pg_collection: this rank's groups.
@@ -121,7 +124,7 @@ class StepFrame(StepOnGroups):
             self.grad_sync.disable()
 
     def let_go(self, chunk: ModelChunk) -> None:
-        """From now on, the chunk's gradients may be sent."""
+        """Lets the gradients of all chunks go; until `after_backward`, this chunk's alone arise."""
         self.grad_sync.enable()
 
     # -- The step ends --
