@@ -1,4 +1,4 @@
-"""What the helpers of `core.utils` refuse; and kinds of parameters, of which only some exist.
+"""What the helpers of `core.utils` refuse; a dictionary that refuses unknown kinds of parameters.
 
 Torch-free. Megatron has no counterpart.
 """

@@ -37,7 +37,7 @@ def refuse_kind_of_copy(group: Any, kind: dict[str, int]) -> NoReturn:
 
 
 def refuse_report(report: Any) -> NoReturn:
-    """Raises ValueError: it is no dictionary; or the first value that torch cannot make a tensor of."""
+    """Raises ValueError: it is no dictionary, or torch cannot make a tensor of one of its values."""
     if not isinstance(report, Mapping):
         raise ValueError(
             f"the loss function reported a {type(report).__name__}; its last value is a dictionary of "

@@ -53,7 +53,7 @@ def refuse_step_results(returned: Any) -> None:
 
 
 def value_to_store(loss_func: Callable | None, output_tensor: torch.Tensor) -> Any:
-    """What the last stage stores where there is no loss: the output, or what is made of it."""
+    """Where there is no loss, the last stage stores the output, or what `loss_func` makes of it."""
     return output_tensor if loss_func is None else loss_func(output_tensor, non_loss_data=True)
 
 
@@ -137,7 +137,7 @@ def warn_of_mean(config: ModelParallelConfig, model: torch.nn.Module | None) -> 
 
 
 def count_of(num_tokens: Any, calculate_per_token_loss: bool) -> torch.Tensor:
-    """A loss function's number of tokens as a tensor, where it is no tensor of one without a gradient.
+    """Makes a tensor [] of a loss function's number of tokens, where it is not one already.
 
     Raises ValueError for a dictionary, for several numbers, and for a gradient that would be lost.
     """
