@@ -2,19 +2,25 @@
 
 A future is completed while nobody calls a method of it, so somebody else must wait. The thread exists
 while such a future is not done; it sleeps until one of their messages comes (`waiting`). While it runs
-a future's callbacks, another thread waits for the futures that are left.
+a future's callbacks, another thread waits for the futures that are left. At the end of the process the
+threads are given a moment: one that Python's end meets inside torch would abort the process.
 
 Megatron has no counterpart.
 """
 
+import atexit
 import os
 import threading
 import time
+import weakref
 from typing import NamedTuple, Protocol
 
 import torch
 
 from minimegatron.backend.waiting import reader
+
+LAST_SECONDS = 5.0
+"""How long the end of the process waits for a future's callbacks."""
 
 
 class Completable(Protocol):
@@ -46,11 +52,14 @@ class _Completer:
     def __init__(self):
         self._promises: list[_Promise] = []
         # Whether a thread waits for the promises; whether there is one that it does not know.
-        self._is_waiting = self._has_news = False
+        self._is_waiting = self._has_news = self._is_ending = False
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def add(self, promise: _Promise) -> None:
         """The thread will complete this one too."""
         with reader.lock:
+            if self._is_ending:
+                return
             self._promises.append(promise)
             self._has_news = True
             if self._is_waiting:
@@ -60,7 +69,9 @@ class _Completer:
 
     def _start(self) -> None:
         self._is_waiting = True
-        threading.Thread(target=self._run, name="local futures", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="local futures", daemon=True)
+        self._threads.add(thread)
+        thread.start()
 
     def _run(self) -> None:
         while (promise := self._next_due()) is not None:
@@ -90,11 +101,23 @@ class _Completer:
                 first = min(promise.deadline for promise in self._promises)
             reader.wait(self._has_work, first)
 
+    def finish(self) -> None:
+        """Returns when no thread is left, or after `LAST_SECONDS`. Drops what is not done yet."""
+        deadline = time.monotonic() + LAST_SECONDS
+        with reader.lock:
+            self._promises.clear()
+            self._has_news = self._is_ending = True
+            threads = list(self._threads)
+            reader.ring()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
     def _has_work(self) -> bool:
         return self._has_news or any(promise.is_due() for promise in self._promises)
 
 
 _completer = _Completer()
+atexit.register(_completer.finish)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _completer.__init__())  # its thread is not there
 

@@ -509,3 +509,43 @@ def test_a_process_ends_while_gloo_is_busy(tmp_path, way):
     else:
         assert programs[0].returncode == 1, told
         assert "rank 1" in told
+
+
+CALLBACK = """
+import sys, threading, time
+import torch, torch.distributed as dist
+import minimegatron.backend
+store, rank, num = dist.FileStore(sys.argv[1], 2), int(sys.argv[3]), int(sys.argv[4])
+dist.init_process_group(sys.argv[2], store=store, rank=rank, world_size=2)
+if rank == 1:
+    time.sleep(0.5)  # so that the other rank's future is not done at once
+    dist.all_reduce(torch.ones(num))
+    sys.stdin.read()
+    sys.exit(0)
+called = threading.Event()
+
+def be_slow(done):
+    called.set()
+    time.sleep(1)
+    print("called", flush=True)
+
+dist.all_reduce(torch.ones(num), async_op=True).get_future().add_done_callback(be_slow)
+assert called.wait(60)
+"""
+
+
+@pytest.mark.parametrize("num", [3, 1 << 20], ids=["shared memory", "gloo"])
+def test_a_process_ends_while_a_callback_of_a_future_runs(tmp_path, num):
+    """Was: the callback's thread was ended inside torch, and so the process was aborted."""
+    command = [sys.executable, "-c", CALLBACK, str(tmp_path / "store"), f"cpu:{NAME}"]
+    pipe = subprocess.PIPE
+    options = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True}
+    programs = [subprocess.Popen([*command, str(rank), str(num)], **options) for rank in range(2)]
+    try:
+        printed, told = programs[0].communicate(timeout=120)
+        programs[1].communicate(timeout=120)
+    finally:
+        for program in programs:
+            program.kill()
+    assert (programs[0].returncode, programs[1].returncode) == (0, 0), told
+    assert printed == "called\n"

@@ -5,6 +5,7 @@ bits, because a sum of two has one order. With more, gloo may add in another ord
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -185,14 +186,27 @@ ENOUGH_SECONDS = 240
 """For a busy machine; the groups of these programs would wait for an hour."""
 
 
-def test_a_script_under_torchrun_prints_the_same(start):
-    runs = [start(*TORCHRUN, backend) for backend in (GLOO, SHM)]
-    printed = []
-    for run in runs:
-        output, _ = run.communicate(timeout=ENOUGH_SECONDS)
-        assert run.returncode == 0, output
-        printed.append([line for line in output.splitlines() if line.startswith("[[")])
-    assert len(printed[0]) == 1 and printed[0] == printed[1]
+def weights_of_one_process() -> list:
+    """What `plain_script` trains, without a group: each rank has half a say in the gradient."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    generators = [torch.Generator().manual_seed(rank + 1) for rank in range(2)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        for generator in generators:
+            x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+            (layer(x).square().mean() / 2).backward()
+        optimizer.step()
+    return [p.tolist() for p in layer.parameters()]
+
+
+def test_a_script_under_torchrun_trains_as_one_process(start):
+    run = start(*TORCHRUN, SHM)
+    output, _ = run.communicate(timeout=ENOUGH_SECONDS)
+    assert run.returncode == 0, output
+    (printed,) = [line for line in output.splitlines() if line.startswith("[[")]
+    assert json.loads(printed) == weights_of_one_process()
 
 
 def test_a_script_under_torchrun_ends_when_one_rank_raises(start, tmp_path):
