@@ -17,7 +17,7 @@ from typing import Any
 
 LATE = {
     "core": ["activations", "full_cuda_graph", "straggler_words", "words"],
-    "core.datasets": ["atomic_file", "indexed_dataset", "wordpiece_tokenizer"],
+    "core.datasets": ["atomic_file", "blended_dataset", "indexed_dataset", "wordpiece_tokenizer"],
     "core.dist_checkpointing": ["core"],
     "core.distributed": ["embedding_copies", "grad_checks", "torch_ddp"],
     "core.models.common": ["model_chunk_schedule_plan"],
@@ -65,6 +65,7 @@ LATE = {
         "params_norm",
         "report_checks",
         "rerun_state",
+        "result_words",
         "text_generation",
     ],
     "training.datasets": ["random_sampler", "workers"],

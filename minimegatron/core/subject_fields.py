@@ -23,13 +23,28 @@ schedule_checks: list[Callable[[Any], None]] = []
 Sizes are known here, schedules are not: `schedule_of_config` enters what it refuses."""
 
 
-def enter_hooks(config: Any, is_wanted: bool, hooks: dict[str, tuple[Callable, ...]]) -> None:
+HOOKS = (
+    "aux_loss_scale_funcs",
+    "before_step_funcs",
+    "around_step_funcs",
+    "after_grads_funcs",
+    "log_funcs",
+)
+"""The fields of `SubjectFields` that hold functions which a step calls."""
+
+
+def enter_hooks(
+    config: Any, is_wanted: bool, hooks: Callable[[], dict[str, tuple[Callable, ...]]]
+) -> None:
     """Enters a subject's functions in the hooks of `config`, if it is wanted.
 
-    `hooks`: by field, the function to enter, then those that it excludes. All of them are taken out
-    first: a configuration made of another (`dataclasses.replace`) brings that one's.
+    `hooks` gives, by field, the function to enter, then those that it excludes. All of them are taken
+    out first: a configuration made of another (`dataclasses.replace`) brings that one's. It is asked
+    where there is something to do; so a run without the subject does not load the functions.
     """
-    for name, ours in hooks.items():
+    if not is_wanted and not any(getattr(config, name) for name in HOOKS):
+        return
+    for name, ours in hooks().items():
         others = tuple(func for func in getattr(config, name) if func not in ours)
         setattr(config, name, (*others, *ours[:1]) if is_wanted else others)
 

@@ -62,7 +62,7 @@ class GrpoData:
 
     def attach(self, chunk: torch.nn.Module) -> None:
         """Lets a chunk's configuration put the figures on log lines, and its checkpoint hold this."""
-        enter_hooks(chunk.config, True, {"log_funcs": (self.describe,)})
+        enter_hooks(chunk.config, True, lambda: {"log_funcs": (self.describe,)})
         chunk.also_saved = self.sharded_state
 
     # -- For each step --

@@ -308,11 +308,13 @@ def core_transformer_config_from_args(
         known = {name: list(x) if isinstance(x, list) else x for name, x in values.items()}
         made = _made_configs[config_class] = (known, config_class(**values))
     config = copy.copy(made[1])
-    enter_hooks(config, args.log_params_norm, {"log_funcs": (params_norm.describe_params_norm,)})
+    enter_hooks(
+        config, args.log_params_norm, lambda: {"log_funcs": (params_norm.describe_params_norm,)}
+    )
     level = args.empty_unused_memory_level
-    enter_hooks(config, level >= 1, {"after_grads_funcs": (give_memory_back,)})
+    enter_hooks(config, level >= 1, lambda: {"after_grads_funcs": (give_memory_back,)})
     # After an update is before the next step.
-    enter_hooks(config, level >= 2, {"before_step_funcs": (give_memory_back,)})
+    enter_hooks(config, level >= 2, lambda: {"before_step_funcs": (give_memory_back,)})
     return config
 
 

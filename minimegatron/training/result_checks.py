@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
+from minimegatron.training import result_words
 from minimegatron.training.global_vars import get_args
-from minimegatron.training.result_words import not_finite, spiky
 
 SPIKY_LOSS_FACTOR = 10
 """A loss is spiky if it is this many times the largest of the first hundred."""
@@ -26,15 +26,20 @@ def check_loss(loss: torch.Tensor, model: torch.nn.Module | None) -> None:
     args, machine = get_args(), get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         # One check of both: on a GPU each is a wait for the microbatch.
-        words = partial(not_finite, loss, model)
-        machine.validate_result(loss, _is_not_finite, "loss is not finite", describe=words)
+        machine.validate_result(
+            loss,
+            _is_not_finite,
+            "loss is not finite",
+            describe=lambda: result_words.not_finite(loss, model),
+        )
     is_training = torch.is_grad_enabled() if model is None else model.training
     if args.check_for_spiky_loss and is_training:
         is_spiky = partial(
             machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
         )
-        words = partial(spiky, model)
-        machine.validate_result(loss, is_spiky, "spiky loss", fatal=False, describe=words)
+        machine.validate_result(
+            loss, is_spiky, "spiky loss", fatal=False, describe=lambda: result_words.spiky(model)
+        )
 
 
 def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,13 @@ For each split:
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Union
 
 import numpy
 import torch
 
 from minimegatron.core import collectives
-from minimegatron.core.datasets.blended_dataset import BlendedDataset
+from minimegatron.core.datasets import blended_dataset
 from minimegatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     Span,
@@ -27,7 +28,7 @@ from minimegatron.core.datasets.megatron_dataset import MegatronDataset
 from minimegatron.core.datasets.utils import Blend, DataError, Split, normalize
 from minimegatron.core.utils import get_device
 
-TopLevelDataset = BlendedDataset | MegatronDataset
+TopLevelDataset = Union["blended_dataset.BlendedDataset", MegatronDataset]
 
 
 class BlendedMegatronDatasetBuilder:
@@ -128,14 +129,18 @@ class BlendedMegatronDatasetBuilder:
             datasets = [splits[i] for splits in per_prefix]
             if weights is not None:
                 size = sum(share[i] for share in shares)
-                blended[i] = BlendedDataset(datasets, weights, size, self.config) if size else None
+                blended[i] = (
+                    blended_dataset.BlendedDataset(datasets, weights, size, self.config)
+                    if size
+                    else None
+                )
                 continue
             # A corpus too small for this split has no samples, and no place in its blend.
             datasets = [dataset for dataset in datasets if len(dataset)]
             lengths = [len(dataset) for dataset in datasets]
             size = None if sizes[i] is None else min(sizes[i], sum(lengths))
             if datasets:
-                blended[i] = BlendedDataset(datasets, lengths, size, self.config)
+                blended[i] = blended_dataset.BlendedDataset(datasets, lengths, size, self.config)
         return blended
 
     def _build_megatron_dataset_splits(

@@ -80,7 +80,8 @@ def connect(optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module
     for chunk in model_chunks:
         chunk.grad_scaler = optimizer.grad_scaler
         if optimizer.grad_scaler is not None and hasattr(chunk, "config"):
-            enter_hooks(chunk.config, True, {"before_step_funcs": (forget_reads_of_scale,)})
+            hook = {"before_step_funcs": (forget_reads_of_scale,)}
+            enter_hooks(chunk.config, True, hook.copy)
         if isinstance(chunk, DistributedDataParallel):
             chunk.optimizer_checks_grads = True
             optimizer.grad_checks.append(chunk.check_grads)

@@ -231,7 +231,7 @@ class MTPConfig:
 
 def check_mtp(config: Any) -> None:
     """Enters the hooks; raises ValueError, with numbers and remedy, for what cannot be."""
-    _enter_hooks(config)
+    enter_hooks(config, config.mtp_num_layers is not None, partial(_hooks, config))
     config.mtp_standalone = False
     if config.mtp_num_layers is not None:
         _check_options(config)
@@ -266,13 +266,12 @@ def _check_options(config: Any) -> None:
         )
 
 
-def _enter_hooks(config: Any) -> None:
+def _hooks(config: Any) -> dict[str, tuple[Callable, ...]]:
     scales = (scale_mtp_as_mean, scale_mtp_as_sum)
-    hooks = {
+    return {
         "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,
         "before_step_funcs": (forget_step,),
         "around_step_funcs": (mtp_scale_put_back,),
         "after_grads_funcs": (count_step,),
         "log_funcs": (describe_further_tokens,),
     }
-    enter_hooks(config, config.mtp_num_layers is not None, hooks)

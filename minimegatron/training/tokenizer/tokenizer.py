@@ -19,7 +19,7 @@ def build_tokenizer(args: Any) -> megatron_tokenizer.MegatronTokenizer:
         )
     if is_null:
         return _NullTokenizer(args.vocab_size)
-    if args.tokenizer_type in wordpiece_tokenizer.LOWER_CASE:
+    if "WordPiece" in args.tokenizer_type:
         return wordpiece_tokenizer.build_wordpiece(
             args.tokenizer_type, args.vocab_file, args.vocab_extra_ids
         )

@@ -5,7 +5,7 @@ a reader without experts need not see them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -119,7 +119,7 @@ class MoEConfig:
 
     def check_experts(self) -> None:
         """Fills defaults and hooks; raises ValueError, with numbers and remedy, for what cannot be."""
-        _enter_hooks(self)
+        enter_hooks(self, self.num_moe_experts is not None, partial(_hooks, self))
         if self.num_moe_experts is None:
             _refuse_without_experts(self)
             return
@@ -129,16 +129,15 @@ class MoEConfig:
             check(self)
 
 
-def _enter_hooks(config: Any) -> None:
+def _hooks(config: Any) -> dict[str, tuple[Callable, ...]]:
     scales = (moe_utils.scale_as_mean, moe_utils.scale_as_sum)
-    hooks = {
+    return {
         "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,
         "before_step_funcs": (expert_bias.forget_step,),
         "around_step_funcs": (moe_utils.scale_put_back,),
         "after_grads_funcs": (expert_bias.update_biases,),
         "log_funcs": (moe_logging.describe_balance,),
     }
-    enter_hooks(config, config.num_moe_experts is not None, hooks)
 
 
 def _refuse_without_experts(config: Any) -> None:
