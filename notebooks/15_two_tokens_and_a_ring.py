@@ -34,7 +34,7 @@ from IPython.display import SVG
 
 from minimegatron import launch, trace
 from minimegatron.core.transformer import context_parallel
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.zigzag import positions_of_rank
 from minimegatron.core.utils import unwrap_model
 from minimegatron.notebook import compare, predict

@@ -41,8 +41,8 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
-from minimegatron.core.transformer.global_names import named_global_parameters
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import (
     get_attr_wrapped_model,
@@ -50,8 +50,8 @@ from minimegatron.core.utils import (
     get_model_config,
     unwrap_model,
 )
-from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
+from minimegatron.training.progress import broadcast_from_last_stage
 from minimegatron.training.utils import get_batch_on_this_cp_rank
 from tests.fake_transport import FakeGroup
 from tests.parity_frozen import freeze

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight, new_weight
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
-from minimegatron.core.transformer.global_names import (
+from minimegatron.core.transformer.module_state import (
     global_parameter_name,
     named_global_parameters,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minimegatron.core import parallel_state
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from tests.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "recipes"))

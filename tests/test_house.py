@@ -30,7 +30,6 @@ MAX_FILE_LINES = 400
 LAYERS = [
     {"core.left_out_record", "core.pipeline_parallel.interleaving_checks", "late_modules"},
     {
-        "core.batch_rampup",
         "core.batch_sizes",
         "core.call_attributes",
         "core.left_out",
@@ -140,7 +139,7 @@ OFFERS_OF_NEIGHBOURS = {
 """Modules that offer all that a file beside them has, also what is not Megatron's."""
 
 TORCH_FREE = [
-    "minimegatron.core.batch_rampup",
+    "minimegatron.core.batch_sizes",
     "minimegatron.core.batch_sizes",
     "minimegatron.core.call_attributes",
     "minimegatron.core.datasets.megatron_tokenizer",

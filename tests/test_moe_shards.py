@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.moe.router import TopKRouter
 from minimegatron.core.utils import unwrap_model
 from tests import parity

@@ -7,7 +7,7 @@ from minimegatron.core import parallel_state
 from minimegatron.core.distributed import finalize_model_grads
 from minimegatron.core.orders.orders import register_order, unregister
 from minimegatron.core.orders.placement import V
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.utils import unwrap_model
 from minimegatron.planner.plan import plan
 from minimegatron.tracing.activation_meter import ActivationMeter

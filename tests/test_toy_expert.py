@@ -20,7 +20,7 @@ from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.parameter import KINDS
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.training.checkpointing import sharded_model_state, sharded_optimizer_state
 from tests.groups import PretendGroup
 from tests.ranks import run_ranks

@@ -17,11 +17,11 @@ from minimegatron.core.transformer.layer_placement import (
     ranks_with_word_embedding,
 )
 from minimegatron.core.transformer.mtp_loss import scale_mtp_as_mean, scale_mtp_as_sum
-from minimegatron.core.transformer.mtp_placement import get_mtp_ranks
 from minimegatron.core.transformer.multi_token_prediction import process_mtp_loss, roll_tensor
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
+from minimegatron.core.transformer.stages_as_told import get_mtp_ranks
 
 TEXT = ("the", "cat", "sat", "on", "a", "mat", "and", "slept", "well")
 """The page's sequence, and the label of its last token."""

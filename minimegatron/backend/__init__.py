@@ -5,7 +5,7 @@
 
 Megatron has no counterpart: NCCL moves tensors between GPUs.
 
-In the order to read it: `shared_memory`, `slots` (who may write where), `handshake` and `connecting`
+In the order to read it: `slots`, `slots` (who may write where), `handshake` and `connecting`
 (who is there), `backlog` (what a full socket does not take), `epochs`, `incoming`, `channels` (tensors
 between two ranks), `waiting` (who reads), `mesh` (between all ranks of a group), `works` and `futures`
 (handles), `gloo_inside` (what is large), `group` (what torch calls).

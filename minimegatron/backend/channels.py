@@ -44,7 +44,6 @@ import torch
 
 from minimegatron.backend.backlog import Writer
 from minimegatron.backend.calls import read_call
-from minimegatron.backend.epochs import belong_together, describe, is_in_step, next_step
 from minimegatron.backend.handshake import Met
 from minimegatron.backend.incoming import (
     ABANDONED,
@@ -55,9 +54,12 @@ from minimegatron.backend.incoming import (
     Header,
     Incoming,
     WireError,
+    belong_together,
+    describe,
+    is_in_step,
+    next_step,
 )
-from minimegatron.backend.shared_memory import Arena
-from minimegatron.backend.slots import SENT, Slot, Slots, TheirSlot
+from minimegatron.backend.slots import SENT, Arena, Slot, Slots, TheirSlot
 from minimegatron.backend.waiting import BRIEFLY, reader
 
 STEPS = 0

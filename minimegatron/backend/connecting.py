@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from minimegatron.backend.channels import Connection
 from minimegatron.backend.handshake import is_supported, meet
-from minimegatron.backend.shared_memory import Arena
+from minimegatron.backend.slots import Arena
 
 Connections = dict[int, Connection]
 

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend.calls import CollectiveCall, name_of
-from minimegatron.backend.checks import (
+from minimegatron.backend.calls import (
+    CollectiveCall,
     check_all_to_all,
     check_list,
     check_one,
     check_root,
     check_shares,
+    name_of,
 )
 from minimegatron.backend.connecting import connect
 from minimegatron.backend.gloo_inside import Begun, GlooInside, make_gloo, seconds_of

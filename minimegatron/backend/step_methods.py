@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.backend.channels import LENT, Connection, PendingReceive
-from minimegatron.backend.epochs import PARTS, is_in_step, next_part, next_step
+from minimegatron.backend.incoming import PARTS, is_in_step, next_part, next_step
 from minimegatron.backend.mesh import Mesh, lane_of
 
 _TAGS_PER_STEP, _MAX_STEPS, _MAX_OWN_TAGS = 8, 1 << 24, 1 << 30

@@ -11,6 +11,7 @@ from shutil import get_terminal_size
 
 from minimegatron.commands.help_text import with_examples
 from minimegatron.core.datasets.atomic_file import write_atomically
+from minimegatron.core.output import fitted
 from minimegatron.planner.actions import timeline_to_json
 from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
@@ -20,7 +21,6 @@ from minimegatron.tracing.step import Step
 from minimegatron.tracing.step_report import heading, step_report
 from minimegatron.tracing.trace_view import Trace
 from minimegatron.tracing.trace_words import pace_words
-from minimegatron.training.terminal_lines import fitted
 
 SUFFIXES = {"chrome": ".chrome.json", "html": ".html", "png": ".png", "json": ".json"}
 PLAN = "plan"

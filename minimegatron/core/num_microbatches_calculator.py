@@ -10,8 +10,7 @@ number is a fact of the whole run, which the schedule's caller and the data side
 
 import logging
 
-from minimegatron.core.batch_rampup import BatchRampup, rampup_arguments
-from minimegatron.core.batch_sizes import BatchSizes, refuse_unset
+from minimegatron.core.batch_sizes import BatchRampup, BatchSizes, rampup_arguments, refuse_unset
 from minimegatron.exports import lazily
 
 logger = logging.getLogger(__name__)

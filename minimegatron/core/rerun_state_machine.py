@@ -22,8 +22,6 @@ import torch
 from minimegatron.core.rerun import data_iterator as replay
 from minimegatron.core.rerun import differences, step_runs, two_runs
 from minimegatron.core.rerun.current import get_rerun_state_machine, set_rerun_state_machine  # noqa: F401
-from minimegatron.core.rerun.injector import RerunErrorInjector
-from minimegatron.core.rerun.machine_state import MachineState
 from minimegatron.core.rerun.states import (  # noqa: F401  Megatron has them here
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
@@ -33,9 +31,9 @@ from minimegatron.core.rerun.states import (  # noqa: F401  Megatron has them he
     RerunMode,
     RerunState,
     RerunValidationStatus,
+    ResultTracker,
 )
-from minimegatron.core.rerun.tracker import ResultTracker
-from minimegatron.core.rerun.verdicts import ResultJudge, rank
+from minimegatron.core.rerun.verdicts import MachineState, RerunErrorInjector, ResultJudge, rank
 from minimegatron.exports import lazily
 
 _REPLAY = "minimegatron.core.rerun.data_iterator"

@@ -18,6 +18,7 @@ import torch
 
 from minimegatron.core.knobs import check_limits
 from minimegatron.core.pipeline_parallel.interleaving_checks import check_interleaving
+from minimegatron.core.rerun.states import ResultTracker
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training import checkpoint_args, checkpoint_folder
@@ -29,7 +30,6 @@ from minimegatron.training.pipeline_schedule import (
     is_interleaved,
     smallest_of_order,
 )
-from minimegatron.training.rerun_args import check_reruns
 from minimegatron.training.schedule_args import check_schedule
 
 TOO_MANY = 2**31
@@ -368,6 +368,25 @@ def check_tracing(args: argparse.Namespace) -> None:
                 f"--pace-{name.replace('_', '-')}-ms is given without --pace-forward-ms; give it, and "
                 "--pace-backward-ms, for what else a step computes"
             )
+
+
+def check_reruns(args: argparse.Namespace) -> None:
+    """Raises ValueError, with the remedy, for the first flag that would do nothing."""
+    wrong = [number for number in args.iterations_to_skip or () if number < 1]
+    if wrong:
+        raise ValueError(f"--iterations-to-skip is {wrong[0]}; give 1 or more: 1 is the first")
+    if args.error_injection_rate and args.rerun_mode != "validate_results":
+        raise ValueError(
+            f"--error-injection-rate {args.error_injection_rate} with --rerun-mode "
+            f"{args.rerun_mode}, in which no step is run again for a bad result; add --rerun-mode "
+            "validate_results"
+        )
+    if args.error_injection_type != "transient_error" and not args.error_injection_rate:
+        raise ValueError(
+            f"--error-injection-type {args.error_injection_type} without --error-injection-rate, so "
+            "nothing is injected; add --error-injection-rate 1000, or another rate"
+        )
+    ResultTracker(args.result_rejected_tracker_filename)  # raises where it cannot be appended to
 
 
 def _check_stragglers(args: argparse.Namespace) -> None:

@@ -33,11 +33,11 @@ from minimegatron.core.optimizer.optimizer import ParamShard
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter import kind_of
 from minimegatron.core.process_groups_config import groups_of
-from minimegatron.core.transformer.global_names import (
+from minimegatron.core.transformer.module_state import (
     global_parameter_name,
     named_global_parameters,
+    named_saved_buffers,
 )
-from minimegatron.core.transformer.module_state import named_saved_buffers
 from minimegatron.core.transformer.sharded_state import sharded_buffer
 from minimegatron.core.utils import barrier, get_device, unwrap_model
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common

@@ -18,10 +18,9 @@ from tqdm import tqdm
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tracing import traced
 from minimegatron.training.curves import get_tensorboard_writer, write_curves
-from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.global_vars import get_args, get_train_state
 from minimegatron.training.pipeline_schedule import schedule_of_run
-from minimegatron.training.progress import Progress
+from minimegatron.training.progress import Progress, broadcast_from_last_stage
 from minimegatron.training.reruns import not_rerun
 from minimegatron.training.utils import (
     print_rank_0,

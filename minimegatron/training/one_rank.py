@@ -1,13 +1,14 @@
-"""What one rank says: the first, or the last.
+"""What one rank says, the first or the last, of all ranks.
 
-Counterpart: `megatron.training.utils`; the names can be imported from `training.utils` too.
+Counterpart: `megatron.training.utils`; the names can be imported from
+`training.utils` too.
 """
 
 import torch.distributed as dist
 from tqdm import tqdm
 
+from minimegatron.core.output import fitted
 from minimegatron.exports import lazily
-from minimegatron.training.terminal_lines import fitted
 
 __all__ = [
     "average_losses_across_data_parallel_group",  # noqa: F822  looked up below

@@ -1,8 +1,10 @@
 """What a person watching a run sees: one bar, and a line every `--log-interval` steps and at the end.
 
-Counterpart: `training_log` of `megatron.training.training`; the bar is ours.
+The last stage knows the loss, so it tells all ranks. Counterpart: `training_log` of
+`megatron.training.training`; the bar is ours.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -12,18 +14,34 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from minimegatron.core import collectives, parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.num_microbatches_calculator import get_current_global_batch_size
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.straggler_detector import StragglerDetector
+from minimegatron.core.utils import get_device
 from minimegatron.training.curves import write_curves
-from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.global_vars import (
     get_args,
     get_timers,
     get_train_state,
 )
 from minimegatron.training.utils import print_rank_0
+
+MESSAGE_BYTES = 4096
+"""Length of what `broadcast_from_last_stage` sends: one message, whose size all ranks know."""
+
+
+def broadcast_from_last_stage(values: dict[str, float]) -> dict[str, float]:
+    """The last stage's `values` on every rank: losses exist there, but rank 0 prints them."""
+    text = json.dumps(values).encode().ljust(MESSAGE_BYTES)
+    if len(text) > MESSAGE_BYTES:
+        raise ValueError(f"{len(values)} logged values take over {MESSAGE_BYTES} bytes; log fewer")
+    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(get_device())
+    group = parallel_state.get_pipeline_model_parallel_group()
+    collectives.broadcast(message, parallel_state.get_pipeline_placement().last_rank, group)
+    return json.loads(bytes(message.tolist()))
+
 
 stimer = StragglerDetector()
 

@@ -18,7 +18,7 @@ from minimegatron.core.num_microbatches_calculator import (
 )
 from minimegatron.core.pipeline_parallel.failed_step import StateOfStep
 from minimegatron.core.rerun import data_iterator as replay
-from minimegatron.core.rerun.tracker import read_iterations_to_skip
+from minimegatron.core.rerun.states import read_iterations_to_skip
 from minimegatron.core.rerun_state_machine import (
     RerunErrorInjector,
     RerunMode,

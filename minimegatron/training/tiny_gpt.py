@@ -37,9 +37,9 @@ from minimegatron.core.orders.orders import get_schedule
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from minimegatron.core.transformer.global_names import named_global_parameters
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.module import Float16Module
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_device, or_one, unwrap_model
 from minimegatron.training.utils import get_batch_on_this_cp_rank

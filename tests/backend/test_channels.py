@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.backend.channels import IN_PLACE, LENT, Connection, PendingReceive, Sent
-from minimegatron.backend.epochs import next_part
 from minimegatron.backend.handshake import Met
-from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP, WireError
-from minimegatron.backend.shared_memory import Arena
+from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP, WireError, next_part
+from minimegatron.backend.slots import Arena
 from tests.backend.shm_groups import make_group, needs_shared_memory, run_case
 
 LANES = (1, 2, 3, 4)  # what a pipeline tells apart: activation, gradient, and a shape of each

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from minimegatron.backend import connecting, handshake
 from minimegatron.backend.connecting import connect
-from minimegatron.backend.shared_memory import Arena
+from minimegatron.backend.slots import Arena
 
 SECRET = b"s" * 16
 

@@ -16,7 +16,7 @@ from minimegatron.backend.calls import CollectiveCall
 from minimegatron.backend.channels import Connection
 from minimegatron.backend.handshake import Met
 from minimegatron.backend.incoming import WireError
-from minimegatron.backend.shared_memory import Arena
+from minimegatron.backend.slots import Arena
 from minimegatron.backend.waiting import reader
 from minimegatron.backend.works import SharedMemoryWork
 

@@ -10,12 +10,12 @@ import shlex
 import pytest
 
 from minimegatron.__main__ import COMMANDS, main
+from minimegatron.core import output
 from minimegatron.exercises.exercise import exercises, find
 from minimegatron.exercises.labs.labs import LABS, find_lab
 from minimegatron.exercises.student import markdown, pages
 from minimegatron.exercises.student.markdown import print_markdown
 from minimegatron.exercises.student.student_folder import StudentFolder
-from minimegatron.training import terminal_lines
 from minimegatron.training.utils import print_rank_0
 
 MODULES = {
@@ -190,7 +190,7 @@ def test_a_page_and_a_hint_on_an_output_without_unicode(monkeypatch, tmp_path):
 
 
 def test_a_line_of_the_log_fits_a_terminal_and_stays_whole_in_a_file(monkeypatch, capsys):
-    assert doctest.testmod(terminal_lines).failed == 0
+    assert doctest.testmod(output).failed == 0
     line = (
         " iteration 60/60 | lm loss 3.5811 | lr 1.67e-05 | grad norm 1.682 | 4,268 tokens/s | 9 ms"
     )

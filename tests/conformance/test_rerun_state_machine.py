@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minimegatron.core import rerun_state_machine
 from minimegatron.core.rerun.differences import relative_difference
-from minimegatron.core.rerun.tracker import iterations_to_skip
+from minimegatron.core.rerun.states import iterations_to_skip
 from minimegatron.core.rerun_state_machine import (
     RerunDataIterator,
     RerunMode,

@@ -24,8 +24,8 @@ from minimegatron.core.tensor_parallel.sharding import (
     shard_parameter,
     unshard_parameter,
 )
-from minimegatron.core.transformer.global_names import global_parameter_name
 from minimegatron.core.transformer.module import MegatronModule, PartOfModuleList
+from minimegatron.core.transformer.module_state import global_parameter_name
 from tests.core.distributed.common import make_config
 from tests.groups import PretendGroup
 

@@ -9,9 +9,15 @@ import torch
 
 from minimegatron.core.rerun import states, step_runs, verdicts
 from minimegatron.core.rerun.differences import as_plain, from_plain, relative_difference
-from minimegatron.core.rerun.states import EXITS, RerunDiagnostic, RerunMode, RerunState
+from minimegatron.core.rerun.states import (
+    EXITS,
+    RerunDiagnostic,
+    RerunMode,
+    RerunState,
+    ResultTracker,
+    iterations_to_skip,
+)
 from minimegatron.core.rerun.statistics import QuickStats
-from minimegatron.core.rerun.tracker import ResultTracker, iterations_to_skip
 from minimegatron.core.rerun_state_machine import (
     RerunDataIterator,
     RerunErrorInjector,

@@ -2,7 +2,7 @@
 
 import torch
 
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.utils import unwrap_model
 from minimegatron.training.checkpointing import _sharded
 

@@ -25,10 +25,10 @@ from minimegatron.rl.rl_arguments import add_rl_arguments
 from minimegatron.training import training
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.checkpointing import save_checkpoint
-from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.pipeline_schedule import schedule_of_run
+from minimegatron.training.progress import broadcast_from_last_stage
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 "

@@ -9,7 +9,7 @@ import torch
 
 from minimegatron import train_rl
 from minimegatron.core import parallel_state
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.utils import unwrap_model
 from minimegatron.rl.rl_utils import get_logprobs
 from minimegatron.training.global_vars import get_args

@@ -27,10 +27,10 @@ from minimegatron.core.utils import get_model_config
 from minimegatron.training import training
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.checkpointing import save_checkpoint
-from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.pipeline_schedule import schedule_of_run
+from minimegatron.training.progress import broadcast_from_last_stage
 from minimegatron.training.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from minimegatron.core import parallel_state
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
 from minimegatron.training import failures, model_setup
 from minimegatron.training.random_state import rng_layout

@@ -18,7 +18,7 @@ import pytest
 from minimegatron import pretrain_gpt
 from minimegatron.__main__ import main
 from minimegatron.core import parallel_state
-from minimegatron.training.data_checks import check_data
+from minimegatron.training.families.family_checks import check_data
 from minimegatron.training.families.masked_text import check_documents
 from minimegatron.training.global_vars import destroy_global_vars
 from tests.core.datasets.corpora import write_dataset

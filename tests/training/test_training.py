@@ -28,10 +28,10 @@ from minimegatron.core.utils import get_model_config
 from minimegatron.training import evaluation, progress, training
 from minimegatron.training.arguments import parse_args
 from minimegatron.training.evaluation import evaluate
-from minimegatron.training.from_last_stage import broadcast_from_last_stage
 from minimegatron.training.global_vars import destroy_global_vars, get_train_state
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.pipeline_schedule import schedule_of_run
+from minimegatron.training.progress import broadcast_from_last_stage
 from minimegatron.training.text_generation import generate
 from tests.ranks import run_ranks
 from tests.training.bad_configs import USER_ORDERS

@@ -9,7 +9,7 @@ import torch
 from minimegatron.core import parallel_state
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.models.T5.stack_split import StackSplit
-from minimegatron.training.from_last_stage import broadcast_from_last_stage
+from minimegatron.training.progress import broadcast_from_last_stage
 from minimegatron.training.utils import (
     FIELD_DTYPES,
     GPT_BATCH_KEYS,

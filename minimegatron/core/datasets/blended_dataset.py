@@ -14,8 +14,7 @@ from minimegatron.core.datasets.helpers import (
     build_blending_indices,
     build_exhaustive_blending_indices,
 )
-from minimegatron.core.datasets.index_cache import cached_arrays
-from minimegatron.core.datasets.megatron_dataset import MegatronDataset
+from minimegatron.core.datasets.megatron_dataset import MegatronDataset, cached_arrays
 from minimegatron.core.datasets.utils import DataError, normalize
 
 MAX_DATASETS = numpy.iinfo(numpy.int16).max

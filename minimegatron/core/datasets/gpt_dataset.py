@@ -21,8 +21,11 @@ import torch
 from minimegatron.core.datasets import indexed_dataset as binary
 from minimegatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from minimegatron.core.datasets.helpers import build_sample_idx
-from minimegatron.core.datasets.index_cache import cached_arrays
-from minimegatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
+from minimegatron.core.datasets.megatron_dataset import (
+    LowLevelDataset,
+    MegatronDataset,
+    cached_arrays,
+)
 from minimegatron.core.datasets.utils import DataError, Split
 from minimegatron.exports import lazily
 

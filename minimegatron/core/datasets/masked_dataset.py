@@ -16,8 +16,11 @@ from minimegatron.core.datasets import indexed_dataset as binary
 from minimegatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from minimegatron.core.datasets.gpt_dataset import check_token_ids
 from minimegatron.core.datasets.helpers import LONGEST_SENTENCE, build_mapping
-from minimegatron.core.datasets.index_cache import cached_arrays
-from minimegatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
+from minimegatron.core.datasets.megatron_dataset import (
+    LowLevelDataset,
+    MegatronDataset,
+    cached_arrays,
+)
 from minimegatron.core.datasets.utils import DataError, Split
 from minimegatron.core.datasets.wordpiece_tokenizer import BertWordPieceTokenizer
 

@@ -18,7 +18,7 @@ from minimegatron.core.optimizer import other_norms
 from minimegatron.core.utils import device_is_asynchronous, get_device
 from minimegatron.exports import all_of
 
-__getattr__, __dir__ = all_of(__name__, "minimegatron.core.optimizer.zeros_in_grads")
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.optimizer.optimizer_state")
 
 NORM_BLOCK = 1 << 16
 """Elements that a CPU converts to float64 at a time: what fits its cache."""

@@ -26,9 +26,8 @@ from minimegatron.core.optimizer import optimizer_checks
 from minimegatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
-from minimegatron.core.optimizer.optimizer_state import OptimizerState
+from minimegatron.core.optimizer.optimizer_state import CountsZeros, OptimizerState
 from minimegatron.core.optimizer.param_groups import NamedParamGroup, make_torch_optimizer
-from minimegatron.core.optimizer.zeros_in_grads import CountsZeros
 from minimegatron.core.parameter import KINDS, ParameterKind, kind_of, tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate

@@ -1,16 +1,23 @@
-"""What an optimizer keeps beside the weights: its moments and counts, in memory and in a checkpoint.
+"""What an optimizer keeps beside the weights, in memory and in a checkpoint; and zeros of its gradient.
 
-Megatron has this in `megatron.core.optimizer.optimizer`, in each class there.
+Megatron has this in `megatron.core.optimizer.optimizer`, in each class there, and in `clip_grads`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from minimegatron.core.collectives import ReduceOp
+from minimegatron.core.optimizer.clip_grads import _reduce_over
 from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
-from minimegatron.core.utils import device_is_asynchronous
+from minimegatron.core.parameter import ParameterKind
+from minimegatron.core.tracing import traced
+from minimegatron.core.utils import device_is_asynchronous, get_device
+
+__all__ = ["count_zeros_fp32"]
 
 
 class OptimizerState:
@@ -159,3 +166,35 @@ class OptimizerState:
                 "the loss scale's state is in only one of optimizer and checkpoint; "
                 "use the same fp16 / bf16 / loss_scale settings"
             )
+
+
+# -- How many elements of the gradient are zero: no step asks unless the configuration says so --
+
+
+class CountsZeros:
+    """The part of `MegatronOptimizer` that counts them."""
+
+    kinds_of_groups: dict[tuple[dist.ProcessGroup, ...], list[ParameterKind]]
+
+    @traced("optimizer-count-zeros")
+    def count_zeros(self) -> int:
+        """Zero elements in the whole model's gradient; every rank must call it."""
+        return sum(
+            count_zeros_fp32(self._counted_params(kinds), groups)
+            for groups, kinds in self.kinds_of_groups.items()
+        )
+
+
+@torch.no_grad()
+def count_zeros_fp32(
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    grad_stats_parallel_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+) -> int:
+    """How many elements of all `.grad` of all ranks of the group are zero; groups as for the norm."""
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    total = torch.zeros((), dtype=torch.float64, device=get_device())
+    for param in parameters:
+        if param.grad is not None:
+            total += param.grad.numel() - torch.count_nonzero(param.grad)
+    return int(_reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM))

@@ -5,7 +5,7 @@
 * `verdicts`: judges the results of one rank.
 * `step_runs`: which run of a step follows, decided by all ranks together.
 * `differences`: whether two results are the same.
-* `large_values`: whether a number is much larger than those before it.
+* `states`: whether a number is much larger than those before it.
 * `injector`: pretends that a result is wrong, to try all this.
 * `tracker`: a file of rejected results, and which iterations it says to skip.
 * `two_runs`, `statistics`: how far results of two runs of a step lie apart.

@@ -1,9 +1,11 @@
 """Judges one rank's results over the runs of a step, and says what this rank asks for.
 
-Counterpart: the body of `RerunStateMachine.validate_result` of `megatron.core.rerun_state_machine`.
+Counterpart: `RerunErrorInjector`, the body of `RerunStateMachine.validate_result` and what that class
+saves, all in `megatron.core.rerun_state_machine`.
 """
 
 import logging
+import random
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,17 +15,103 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.rerun import differences
-from minimegatron.core.rerun.injector import RerunErrorInjector
 from minimegatron.core.rerun.states import (
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+    EXITS,
     MAX_RUNS_ON_SAME_DEVICE,
     JudgedCall,
+    LargeValues,
+    RerunDiagnostic,
+    RerunMode,
     RerunState,
     RerunValidationStatus,
+    ResultTracker,
+    read_iterations_to_skip,
 )
-from minimegatron.core.rerun.tracker import ResultTracker
 from minimegatron.core.utils import get_device
 
 logger = logging.getLogger(__name__)
+
+
+class RerunErrorInjector:
+    """Rejects one of `error_injection_rate` results, at random; none for rate 0.
+
+    `error_injection_type` is the verdict that the runs which follow shall come to. No number is
+    changed: only the judgement is.
+    """
+
+    def __init__(
+        self,
+        error_injection_rate: int = 0,
+        error_injection_type: RerunDiagnostic = RerunDiagnostic.TRANSIENT_ERROR,
+    ):
+        self.error_injection_rate = error_injection_rate
+        self.error_injection_type = RerunDiagnostic(error_injection_type)
+        self.injected_error_type: RerunDiagnostic | None = None
+        """What was injected and has no verdict yet."""
+        # Its own numbers: those of the run stay as they are without it. Megatron draws from the run's.
+        self._random = random.Random(0)
+
+    @property
+    def should_inject_errors(self) -> bool:
+        """Whether it ever does."""
+        return self.error_injection_rate > 0
+
+    def maybe_inject(self, rank: int = 0) -> bool:
+        """Whether to reject this result; while one is under examination, False.
+
+        The ranks draw the same numbers and reject at different moments.
+        """
+        if not self.should_inject_errors or self.injected_error_type is not None:
+            return False
+        drawn = self._random.randrange(self.error_injection_rate) + rank
+        if drawn % self.error_injection_rate:
+            return False
+        self.injected_error_type = self.error_injection_type
+        logger.warning("rank %d: pretending a %s", rank, self.error_injection_type.value)
+        return True
+
+    def maybe_miscompare(
+        self,
+        comparison_func: Callable[[Any, Any], float],
+        initial_result: Any,
+        result: Any,
+        state: RerunState,
+    ) -> float:
+        """What `comparison_func` says of two results, or what fits the injected error."""
+        injected, transient = self.injected_error_type, RerunDiagnostic.TRANSIENT_ERROR
+        if injected is None:
+            return comparison_func(initial_result, result)
+        is_third_run = state is RerunState.RERUNNING_FROM_CHECKPOINT
+        shown_here = RerunDiagnostic.PERSISTENT_ERROR if is_third_run else transient
+        if is_third_run or injected is transient:
+            self.forget()
+        return (
+            differences.COMPARISON_MISMATCH
+            if injected is shown_here
+            else differences.COMPARISON_MATCH
+        )
+
+    def forget(self) -> None:
+        """The injected error is dealt with: another one may come."""
+        self.injected_error_type = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to know, as plain numbers and text."""
+        injected = self.injected_error_type
+        return {
+            "error_injection_rate": self.error_injection_rate,
+            "error_injection_type": self.error_injection_type.value,
+            "injected_error_type": None if injected is None else injected.value,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` returned."""
+        injected = state_dict["injected_error_type"]
+        self.error_injection_rate = state_dict["error_injection_rate"]
+        self.error_injection_type = RerunDiagnostic(state_dict["error_injection_type"])
+        self.injected_error_type = None if injected is None else RerunDiagnostic(injected)
+
 
 Status = RerunValidationStatus
 
@@ -223,3 +311,39 @@ def kept(result: Any) -> Any:
 def shown(result: Any) -> Any:
     """A tensor's numbers, or what else it is."""
     return result.tolist() if isinstance(result, torch.Tensor) else result
+
+
+class MachineState(LargeValues):
+    """The part of `RerunStateMachine` that checkpoints have."""
+
+    mode: RerunMode
+    state: RerunState
+    judge: ResultJudge
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What this rank must know to run the step from a checkpoint; plain numbers and text.
+
+        None where no step is to be run again. Megatron's also takes iterators, whose microbatches it
+        does not use; here a resumed run reads them where the checkpoint says.
+        """
+        if EXITS.get(self.state, (False, False, 0))[2] != EXIT_CODE_RESUME_TO_DISAMBIGUATE:
+            return None
+        return {"mode": self.mode.value, "samples": self.samples(), **self.judge.state_dict()}
+
+    def validate_state_dict(self, state_dict: dict[str, Any] | None) -> bool:
+        """Whether a step is to be run again, by what a checkpoint says."""
+        return state_dict is not None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next step is the third run of one whose result was rejected. Not in mode `disabled`."""
+        if self.mode is RerunMode.DISABLED:
+            return
+        self.mode = RerunMode(state_dict["mode"])
+        self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+        self.take_samples(state_dict["samples"])
+        self.judge.load_state_dict(state_dict)
+
+    @staticmethod
+    def get_skipped_iterations_from_tracker_file(tracker_file_name: str) -> list[int]:
+        """Iterations that failed twice on one rank; see `core.rerun.states`."""
+        return read_iterations_to_skip(tracker_file_name)

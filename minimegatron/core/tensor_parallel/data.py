@@ -13,7 +13,7 @@ import torch
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel import sizes_of_first_batch as first_batch
-from minimegatron.core.tensor_parallel.tensor_to_send import MAX_DATA_DIM, Shapes, refuse_tensor
+from minimegatron.core.tensor_parallel.shape_checks import MAX_DATA_DIM, Shapes, refuse_tensor
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 from minimegatron.core.utils import device_is_asynchronous, get_device
 

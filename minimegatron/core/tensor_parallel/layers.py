@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.parameter_marks import mark_expert_parameters, note_marks
-from minimegatron.core.tensor_parallel import autocast_casts, linear_checks
+from minimegatron.core.tensor_parallel import autocast_casts, shape_checks
 from minimegatron.core.tensor_parallel import frozen_weight as frozen
 from minimegatron.core.tensor_parallel import standalone_regions as regions
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
@@ -29,7 +29,6 @@ from minimegatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from minimegatron.core.tensor_parallel.owing_linear import OwingLinear
 from minimegatron.core.tensor_parallel.sharding import set_tensor_model_parallel_attributes
 from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
@@ -37,7 +36,7 @@ from minimegatron.core.tensor_parallel.utils import (
     get_tensor_model_parallel_group_if_none,
     weight_gradient,
 )
-from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
+from minimegatron.core.tensor_parallel.weight_grad_store import OwingLinear, WeightGradStore
 from minimegatron.core.utils import without_graph
 from minimegatron.exports import all_of
 
@@ -278,7 +277,7 @@ class ColumnParallelLinear(OwingLinear):
         weight = self.weight if weight is None else weight
         own_shape = (self.output_size_per_partition, self.input_size)
         if weight is None or weight.shape != own_shape:
-            linear_checks.refuse_weight(weight, own_shape)
+            shape_checks.refuse_weight(weight, own_shape)
         bias = None if self.skip_bias_add else self.bias
         store = self.store_for(weight) if self.owes else None
         output = linear(
@@ -331,7 +330,7 @@ class RowParallelLinear(OwingLinear):
         self.is_expert = is_expert
         has_own_exchange = self.tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and has_own_exchange
-        linear_checks.check_input_is_cut(self.sequence_parallel, input_is_parallel)
+        shape_checks.check_input_is_cut(self.sequence_parallel, input_is_parallel)
         shape = (output_size, self.input_size_per_partition)
         self.weight = new_weight(shape, config.params_dtype, init_method, 1, self.tp_group, stride)
         self.set_up_owing()

@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel import uneven_rows
-from minimegatron.core.tensor_parallel.symbolic_region import SymbolicRegion
+from minimegatron.core.tensor_parallel.megatron_methods import SymbolicRegion
 from minimegatron.core.tensor_parallel.utils import divide, get_tensor_model_parallel_group_if_none
 from minimegatron.exports import all_of
 

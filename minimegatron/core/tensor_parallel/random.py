@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
-from minimegatron.core.tensor_parallel import rng_checks
-from minimegatron.core.tensor_parallel.kept_rng_states import KeptRNGStates
+from minimegatron.core.tensor_parallel import shape_checks
+from minimegatron.core.tensor_parallel.megatron_methods import KeptRNGStates
 from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
 from minimegatron.core.utils import get_device, unwrap_model
 from minimegatron.exports import all_of
@@ -86,7 +86,7 @@ class CudaRNGStatesTracker(KeptRNGStates):
 
     def add(self, name: str, seed: int) -> None:
         """Adds a state seeded by `seed`. Raises ValueError if either is taken."""
-        rng_checks.check_is_free(name, seed, self.states_, self.seeds_)
+        shape_checks.check_is_free(name, seed, self.states_, self.seeds_)
         before = get_rng_state()
         _manual_seed(seed)
         self.seeds_.add(seed)
@@ -104,7 +104,7 @@ class CudaRNGStatesTracker(KeptRNGStates):
             ValueError: no such state.
         """
         if name not in self.states_:
-            rng_checks.refuse_unknown(name, self.states_)
+            shape_checks.refuse_unknown(name, self.states_)
         outer, before = self.current, get_rng_state()
         if outer is not None:
             self.states_[outer] = before
@@ -169,4 +169,4 @@ def check_same_dropout(model: Iterable[torch.nn.Module], tp_group: Any) -> None:
     bounds = torch.tensor([number, -number])
     all_reduce(bounds, tp_group, ReduceOp.MAX)
     if bounds.sum() != 0:
-        rng_checks.refuse_other_dropout(tp_group)
+        shape_checks.refuse_other_dropout(tp_group)

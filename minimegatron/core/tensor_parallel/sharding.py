@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.tensor_parallel import linear_checks
+from minimegatron.core.tensor_parallel import shape_checks
 from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
 from minimegatron.exports import all_of
 
@@ -63,7 +63,7 @@ def section_sizes(param: torch.Tensor, length: int, tp_size: int = 1) -> list[in
     the matrices do not fill it, or if one of them cannot be cut over `tp_size` ranks.
     """
     sizes = getattr(param, "partition_sizes", None) or [1] * param.partition_stride
-    linear_checks.check_sections(param.partition_dim, length, sizes, tp_size)
+    shape_checks.check_sections(param.partition_dim, length, sizes, tp_size)
     return [length // sum(sizes) * size for size in sizes]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.tensor_parallel.tensor_to_send import Shapes
+from minimegatron.core.tensor_parallel.shape_checks import Shapes
 
 _told: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Shapes]] = weakref.WeakKeyDictionary()
 """By group and keys: sizes that all of the group's ranks know."""

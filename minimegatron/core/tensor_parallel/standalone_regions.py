@@ -14,7 +14,7 @@ from minimegatron.core.tensor_parallel.mappings import (
     _gather_along_first_dim,
     _reduce_scatter_along_first_dim,
 )
-from minimegatron.core.tensor_parallel.symbolic_region import SymbolicRegion
+from minimegatron.core.tensor_parallel.megatron_methods import SymbolicRegion
 from minimegatron.core.tensor_parallel.tensor_pieces import split_tensor_along_last_dim
 from minimegatron.core.tensor_parallel.uneven_rows import _AllToAll, all_to_all, check_sizes
 from minimegatron.core.utils import divide

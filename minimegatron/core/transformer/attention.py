@@ -17,14 +17,14 @@ from torch import Tensor
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel import recompute
-from minimegatron.core.transformer.attention_checks import check_head_norms
+from minimegatron.core.tensor_parallel.weight_grad_store import DelayedWgrad
 from minimegatron.core.transformer.context_parallel_groups import options_of_core
-from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
 from minimegatron.core.transformer.enums import AttnMaskType
+from minimegatron.core.transformer.layer_checks import check_head_norms
+from minimegatron.core.transformer.layer_parts import SelfAttentionSubmodules
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
 from minimegatron.core.transformer.spec_utils import build_module
-from minimegatron.core.transformer.submodules import SelfAttentionSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.exports import all_of
 

@@ -10,13 +10,17 @@ that all earlier virtual stages build, so every layer is built once, whatever th
 
 from typing import Any
 
-from minimegatron.core.transformer.layer_placement_checks import check_chunk, layers_on_each
-from minimegatron.core.transformer.mtp_placement import get_mtp_ranks
-from minimegatron.core.transformer.stages_as_told import are_told, layers_as_told, placement_of
+from minimegatron.core.transformer.layer_checks import check_chunk, layers_on_each
+from minimegatron.core.transformer.stages_as_told import (
+    are_told,
+    get_mtp_ranks,
+    layers_as_told,
+    placement_of,
+)
 from minimegatron.exports import all_of
 
 # Under the names that they had here, and that Megatron has in other files.
-__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.layers_of_rank")
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.layer_parts")
 
 
 def layers_of_virtual_stages(config: Any) -> list[int]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.tensor_parallel.weight_grad_store import DelayedWgrad
 from minimegatron.core.transformer import mlp_variants as variants
-from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
+from minimegatron.core.transformer.layer_parts import MLPSubmodules
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.spec_utils import build_module
-from minimegatron.core.transformer.submodules import MLPSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -15,10 +15,9 @@ from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
-from minimegatron.core.transformer import transformer_config_checks
-from minimegatron.core.transformer.global_names import named_global_parameters
-from minimegatron.core.transformer.late_fields import note_built
-from minimegatron.core.transformer.module_state import ModuleState
+from minimegatron.core.transformer import layer_checks
+from minimegatron.core.transformer.module_state import ModuleState, named_global_parameters
+from minimegatron.core.transformer.second_subjects import note_built
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import HALF_DTYPES
 
@@ -101,7 +100,7 @@ class Float16Module(MegatronModule):
 
     def __init__(self, config: TransformerConfig, module: torch.nn.Module):
         super().__init__(config)
-        transformer_config_checks.check_is_half(config)
+        layer_checks.check_is_half(config)
         self.float16_convertor = torch.Tensor.half if config.fp16 else torch.Tensor.bfloat16
         self.module = module.half() if config.fp16 else module.bfloat16()
         self.vp_stage = getattr(module, "vp_stage", None)

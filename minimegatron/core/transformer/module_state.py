@@ -1,6 +1,6 @@
-"""What a module gives away of itself: its state for a checkpoint, and a copy.
+"""What a module gives away of itself: names in the full model, its state for a checkpoint, a copy.
 
-Megatron has this in `megatron.core.transformer.module`.
+Megatron has the state and the copy in `megatron.core.transformer.module`.
 """
 
 import copy
@@ -12,7 +12,38 @@ import torch
 from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.process_groups_config import groups_of
 from minimegatron.core.transformer import sharded_state
-from minimegatron.core.transformer.global_names import global_parameter_name
+
+# -- Names of parameters in the full model: they do not depend on the layout --
+
+
+def global_parameter_name(model: torch.nn.Module, name: str) -> str:
+    """The name in the full model of what the chunk `model` calls `name`.
+
+    Every module on the way from the parameter up to `model` that has a `global_name` is asked for
+    it. `decoder.layers.0.` of a later chunk becomes `decoder.layers.{its place in the model}.`; the
+    last stage's copy of a tied embedding gets the embedding's own name.
+
+    Args:
+        model: a model chunk, wrapped (`Float16Module`, DDP) or not.
+        name: from `model.named_parameters()`; the prefixes of wrappers are dropped.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+        name = name.removeprefix("module.")
+    child, dot, rest = name.partition(".")
+    if dot:
+        name = f"{child}.{global_parameter_name(getattr(model, child), rest)}"
+    return model.global_name(name) if hasattr(model, "global_name") else name
+
+
+def named_global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """`model.named_parameters()` under their names in the full model, with all their marks."""
+    restore_marks(model)
+    for name, param in model.named_parameters():
+        yield global_parameter_name(model, name), param
+
+
+# -- State, and a copy --
 
 
 class ModuleState(torch.nn.Module):

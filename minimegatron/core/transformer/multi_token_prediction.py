@@ -1,7 +1,7 @@
 """Predicting several tokens ahead: after the decoder, one more layer for each further token.
 
 Counterpart: `megatron.core.transformer.multi_token_prediction`, under the names of release 0.16.1. What
-a configuration and the hooks of a step need is in `mtp_loss`, and `mtp_placement` says which stage has
+a configuration and the hooks of a step need is in `mtp_loss`, and `stages_as_told` says which stage has
 the layers; Megatron's names of both can be imported from here. Source: DeepSeek-V3, section 2.2
 (https://arxiv.org/abs/2412.19437).
 
@@ -28,15 +28,15 @@ from minimegatron.core.tensor_parallel.recompute import checkpoint
 from minimegatron.core.transformer import zigzag
 from minimegatron.core.transformer.block_recompute import Recompute
 from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
+from minimegatron.core.transformer.layer_parts import pipeline_rank
 from minimegatron.core.transformer.layer_placement import (
     num_layers_before_chunk,
     virtual_stage_of,
 )
-from minimegatron.core.transformer.layers_of_rank import pipeline_rank
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.mtp_loss import MTPLossAutoScaler, MTPLossLoggingHelper
-from minimegatron.core.transformer.mtp_placement import get_mtp_ranks, mtp_layers_of_virtual_stages
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.stages_as_told import get_mtp_ranks, mtp_layers_of_virtual_stages
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_block import dropout_rng
 from minimegatron.core.transformer.transformer_config import TransformerConfig

@@ -6,7 +6,7 @@ it is here, and can be imported from there too.
 
 import torch
 
-from minimegatron.core.transformer.rope_checks import refuse_angles
+from minimegatron.core.transformer.layer_checks import refuse_angles
 from minimegatron.exports import lazily
 
 # Megatron has it here too.

@@ -1,18 +1,217 @@
 """What a transformer's configuration says beside sizes and kinds: fields of several subjects.
 
 Megatron writes all of them in `TransformerConfig` itself, under the same names. Here each subject has
-a base of its own: a reader without it need not see its fields.
+a base of its own: a reader without it need not see its fields. The subjects with few fields are here.
 """
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from minimegatron.core import knobs
 from minimegatron.core.ssm.mamba_config import MambaConfig
-from minimegatron.core.transformer.context_parallel_config import (
-    ContextParallelConfig,
-    check_context_parallel,
-)
 from minimegatron.core.transformer.moe.moe_config import MoEConfig
 from minimegatron.core.transformer.mtp_loss import MTPConfig, check_mtp
-from minimegatron.core.transformer.recompute_config import RecomputeConfig, check_recompute
 from minimegatron.core.transformer.stages_as_told import StagesConfig
+
+# -- Ranks that share each sequence; and what cannot be --
+
+
+COMM_TYPES = ("p2p", "all_gather", "a2a")
+"""Ways for attention to reach the whole sequence; see `context_parallel`."""
+
+
+@dataclass
+class ContextParallelConfig:
+    """How attention reaches tokens of other ranks."""
+
+    cp_comm_type: list[str] | str | None = knobs.knob(None, section="parallel", nargs="+")
+    """How attention reaches the whole sequence with --context-parallel-size: p2p, all_gather or a2a.
+
+    One for all layers, or one for each layer of the model; by default p2p, a ring."""
+
+
+def comm_type_of_layer(config: Any, layer_number: int) -> str:
+    """The way of one layer, whose number counts from 1 within the whole model.
+
+    Layers behind the model's own, which predict further tokens, have the last one's.
+    """
+    given = config.cp_comm_type or "p2p"
+    if isinstance(given, str):
+        return given
+    return given[0] if len(given) == 1 else given[min(layer_number, len(given)) - 1]
+
+
+def check_context_parallel(config: Any) -> None:
+    """Raises ValueError, with numbers and remedy, for ways that are unknown or do not fit the heads."""
+    given = config.cp_comm_type
+    ways = [given] if isinstance(given, str) else list(given or ["p2p"])
+    for way in ways:
+        check_comm_type(config, way)
+    if len(ways) not in (1, config.num_layers):
+        raise ValueError(
+            f"cp_comm_type has {len(ways)} entries, but num_layers is {config.num_layers}; give one "
+            "for all layers, or one for each"
+        )
+
+
+def check_comm_type(config: Any, way: str) -> None:
+    """The same for one of them."""
+    if way == "a2a+p2p":
+        raise ValueError(
+            "cp_comm_type 'a2a+p2p' needs groups of groups, which are not implemented here; use "
+            f"one of {', '.join(COMM_TYPES)}"
+        )
+    if way not in COMM_TYPES:
+        raise ValueError(f"cp_comm_type {way!r} is unknown; use one of {', '.join(COMM_TYPES)}")
+    c, t = config.context_parallel_size, config.tensor_model_parallel_size
+    for name in ("num_attention_heads", "num_query_groups") if way == "a2a" else ():
+        number = getattr(config, name)
+        if number // t % c:
+            raise ValueError(
+                f"cp_comm_type 'a2a' gives each rank whole heads: {name} {number} / "
+                f"tensor_model_parallel_size {t} = {number // t} is not divisible by "
+                f"context_parallel_size {c}; use p2p or all_gather, or another number"
+            )
+
+
+# -- Activations that backward computes again --
+
+
+knob = partial(knobs.knob, section="model")
+
+
+@dataclass
+class RecomputeConfig:
+    """What is recomputed, and of how many layers."""
+
+    recompute_granularity: Literal["selective", "full"] | None = knob()
+    """Recompute in backward: attention's core only, or whole layers."""
+    recompute_method: Literal["uniform", "block"] | None = knob()
+    """full: groups of layers, or the first layers of each chunk."""
+    recompute_num_layers: int | None = knob(minimum=1)
+    """full: layers per group, or how many."""
+
+
+def check_recompute(config: Any) -> None:
+    """Raises ValueError, with the remedy, for fields that do not go together."""
+    granularity, method = config.recompute_granularity, config.recompute_method
+    if granularity == "full" and method is None:
+        raise ValueError(
+            "recompute_granularity='full' needs recompute_method 'uniform' or 'block', not None"
+        )
+    if granularity == "full" and config.recompute_num_layers is None:
+        raise ValueError(
+            "recompute_granularity='full' needs recompute_num_layers of 1 or more, not None"
+        )
+    if granularity == "selective" and method is not None:
+        raise ValueError(
+            f"recompute_method {method!r} goes with recompute_granularity='full'; drop it"
+        )
+
+
+# -- Fields that are set after the construction: they take effect, or are refused --
+# There, some fields are read in each step and the others once; a late change of one of those does
+# nothing, or half of what it says, without a word.
+#
+# | what is set late               | before a model is built      | after                        |
+# |--------------------------------|------------------------------|------------------------------|
+# | a hook, a timer, recompute     | takes effect, as in Megatron | takes effect, as in Megatron |
+# | a field of `DECIDE_HOOKS`      | hooks are chosen again       | the same, if it may be set   |
+# | a field of `READ_ONCE`         | takes effect                 | ValueError                   |
+# | one that a default was made of | the default stays, as in     | see above                    |
+# |                                | Megatron: kv_channels, ...   |                              |
+#
+# `calculate_per_token_loss` may be set until the model is wrapped for data parallelism: the wrapper has
+# read it, and says so (`data_parallel_base`).
+
+
+DECIDE_HOOKS = (
+    "calculate_per_token_loss",
+    "num_moe_experts",
+    "mtp_num_layers",
+    "pipeline_model_parallel_layout",
+)
+"""What is entered in the hooks of a step, or derived for it, depends on them."""
+
+READ_ONCE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_attention_heads",
+    "num_query_groups",
+    "normalization",
+    "layernorm_epsilon",
+    "qk_layernorm",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "hidden_dropout",
+    "attention_dropout",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_load_balancing_type",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_token_dispatcher_type",
+    "mtp_num_layers",
+    "pipeline_model_parallel_layout",
+)
+"""Modules read them when they are built, and some of them again later."""
+
+
+class LateFields:
+    """A base of `TransformerConfig`. `copy` and `dataclasses.replace` make one without a model."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises ValueError for a field that a built model has read, and for what cannot be."""
+        known = vars(self)
+        matters = name in READ_ONCE or name in DECIDE_HOOKS
+        if not (matters and known.get("_is_made")) or known[name] == value:
+            object.__setattr__(self, name, value)
+            return
+        if name in READ_ONCE and known.get("_is_built"):
+            raise ValueError(
+                f"{name} is set to {value!r}, but a model has been built with this configuration, and "
+                f"with {name} {known[name]!r}; set it before, or build the model anew with "
+                f"dataclasses.replace(config, {name}={value!r})"
+            )
+        before = dict(known)
+        object.__setattr__(self, name, value)
+        if name in DECIDE_HOOKS:
+            try:
+                self._decide_again()
+            except ValueError:
+                known.clear()
+                known.update(before)
+                raise
+
+    def _decide_again(self) -> None:
+        if self.num_moe_experts is None:
+            self.moe_ffn_hidden_size = None  # made of the MLP's, when there were experts
+        self.check_experts()
+        check_mtp(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_is_built"}
+
+
+def note_made(config: LateFields) -> None:
+    """At the end of the construction: from now on a field is set late."""
+    vars(config)["_is_made"] = True
+
+
+def note_built(config: Any) -> None:
+    """By each module that is built with `config`."""
+    if isinstance(config, LateFields):
+        vars(config)["_is_built"] = True
+
+
+# -- All of them --
 
 
 class SecondSubjects(

@@ -1,7 +1,7 @@
 """Layers of each stage where the configuration tells them: by a layout, or for first and last stage.
 
-Arithmetic only, torch-free. `layer_placement` asks here. Megatron has this in
-`transformer_block.get_num_layers_to_build`.
+Arithmetic only, torch-free. `layer_placement` asks here; also which stage predicts further tokens.
+Megatron has this in `transformer_block.get_num_layers_to_build` and in `multi_token_prediction`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from minimegatron.core.orders import orders
 from minimegatron.core.orders.placement import Placement, usual_placement
 from minimegatron.core.transformer import pipeline_parallel_layer_layout as written
 from minimegatron.core.transformer.enums import LayerType
-from minimegatron.core.transformer.layer_placement_checks import (
+from minimegatron.core.transformer.layer_checks import (
     check_division_over_chunks,
     layers_on_each,
 )
@@ -176,3 +176,22 @@ def _check_ranks_take_turns(placement: Placement) -> None:
             f"{sorted(placement.stages[placement.first_rank])}; use pipeline_model_parallel_layout, "
             "which says it for each stage"
         )
+
+
+def mtp_layers_of_virtual_stages(config: Any) -> list[int]:
+    """Layers that predict further tokens, of each virtual stage: all in one, by default the last."""
+    layout = layout_of(config)
+    if layout is not None:
+        return layers_of_layout(layout, LayerType.mtp)
+    num_stages = placement_of(config).num_stages
+    return [0] * (num_stages - 1) + [config.mtp_num_layers or 0]
+
+
+def get_mtp_ranks(pp_ranks: list[int], config: Any) -> list[int]:
+    """Of one pipeline's global ranks, the one that predicts further tokens; none without such layers.
+
+    Source: `megatron.core.transformer.multi_token_prediction.get_mtp_ranks`.
+    """
+    place_of = placement_of(config).place_of
+    numbers = mtp_layers_of_virtual_stages(config)
+    return [pp_ranks[place_of(stage).rank] for stage, number in enumerate(numbers) if number]

@@ -11,9 +11,9 @@ import torch
 from minimegatron.core.process_groups_config import ProcessGroupCollection, num_stages_of, stage_of
 from minimegatron.core.schedule_of_config import check_num_stages
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from minimegatron.core.tensor_parallel.weight_grad_store import DelayedWgrad
 from minimegatron.core.transformer import block_recompute as recompute
-from minimegatron.core.transformer import layers_of_rank, transformer_block_checks
-from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
+from minimegatron.core.transformer import layer_parts, transformer_block_checks
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.module import MegatronModule, PartOfModuleList
 from minimegatron.core.transformer.spec_utils import build_module
@@ -21,7 +21,7 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.exports import all_of
 
 # Megatron has them here.
-__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.layers_of_rank")
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.transformer.layer_parts")
 
 
 def dropout_rng(config: TransformerConfig, is_training: bool) -> Any:
@@ -64,7 +64,7 @@ class TransformerBlock(DelayedWgrad, MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.vp_stage = vp_stage
         self.input_tensor: torch.Tensor | None = None
-        submodules = layers_of_rank.get_block_submodules(config, spec, vp_stage, stage)
+        submodules = layer_parts.get_block_submodules(config, spec, vp_stage, stage)
         options = {"config": config, "pg_collection": pg_collection, "vp_stage": vp_stage}
         layers = (
             build_module(layer_spec, layer_number=number, **options)

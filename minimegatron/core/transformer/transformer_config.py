@@ -14,10 +14,9 @@ import torch.nn.functional as F
 
 from minimegatron.core import knobs, schedule_of_config  # noqa: F401  the second enters its check
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.transformer import transformer_config_checks
+from minimegatron.core.transformer import layer_checks
 from minimegatron.core.transformer.enums import AttnBackend  # noqa: F401  in a field that is left out
-from minimegatron.core.transformer.late_fields import LateFields, note_made
-from minimegatron.core.transformer.second_subjects import SecondSubjects
+from minimegatron.core.transformer.second_subjects import LateFields, SecondSubjects, note_made
 
 
 def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -40,7 +39,7 @@ class TransformerConfig(LateFields, SecondSubjects, ModelParallelConfig):
 
     `SecondSubjects` has what concerns recompute, experts, state-space layers, further tokens, sequences
     over several ranks and uneven stages. A field that is set later takes effect or is refused; see
-    `late_fields`.
+    `second_subjects`.
     """
 
     # -- Sizes --
@@ -102,12 +101,12 @@ class TransformerConfig(LateFields, SecondSubjects, ModelParallelConfig):
         """Fills defaults; raises ValueError with the numbers and the remedy for what cannot be."""
         super().__post_init__()
         if self.kv_channels is None:
-            transformer_config_checks.check_width_of_heads(self)
+            layer_checks.check_width_of_heads(self)
             self.kv_channels = self.hidden_size // self.num_attention_heads
         width, groups = self.ffn_hidden_size, self.num_query_groups
         self.ffn_hidden_size = 4 * self.hidden_size if width is None else width
         self.num_query_groups = self.num_attention_heads if groups is None else groups
-        transformer_config_checks.check_sizes(self)
+        layer_checks.check_sizes(self)
         self.check_subjects()
         std, given = self.init_method_std, self.output_layer_init_method
         self.init_method = self.init_method or init_method_normal(std)

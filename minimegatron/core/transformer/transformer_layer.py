@@ -9,15 +9,17 @@ from torch import Tensor
 
 from minimegatron.core import call_attributes
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
+from minimegatron.core.tensor_parallel.weight_grad_store import DelayedWgrad
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer import cross_attention
-from minimegatron.core.transformer.delayed_wgrad import DelayedWgrad
+from minimegatron.core.transformer.layer_parts import (
+    TransformerLayerSubmodules,
+    build_mlp,
+    get_transformer_layer_offset,  # noqa: F401
+)
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
-from minimegatron.core.transformer.layers_of_rank import get_transformer_layer_offset  # noqa: F401
 from minimegatron.core.transformer.module import MegatronModule
-from minimegatron.core.transformer.spec_arguments import build_mlp
 from minimegatron.core.transformer.spec_utils import build_module
-from minimegatron.core.transformer.submodules import TransformerLayerSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -38,8 +38,8 @@ from minimegatron.core.pipeline_parallel.schedules import (
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
-from minimegatron.core.transformer.global_names import named_global_parameters
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from minimegatron.exercises.bench import apart

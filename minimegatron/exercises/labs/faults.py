@@ -276,7 +276,7 @@ FAULTS = (
     ),
     Fault(
         "remainder-of-layers-dropped",
-        "core/transformer/layer_placement_checks.py",
+        "core/transformer/layer_checks.py",
         "    if total % p:\n",
         "    if False:\n",
         "Ten layers over four stages become eight. The model trains, two layers short.",

@@ -14,7 +14,7 @@ from minimegatron.core.datasets.indexed_dataset import open_tokens
 from minimegatron.core.datasets.stdlib_sentences import documents_of_stdlib
 from minimegatron.core.datasets.t5_dataset import check_room_for_runs
 from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE
-from minimegatron.training.data_checks import check_spans, prefixes_of_data, wanted_spans
+from minimegatron.training.families.family_checks import check_spans, prefixes_of_data, wanted_spans
 
 SHORTEST_OF_BERT = 5
 """[CLS], two [SEP], and two tokens."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minimegatron.__main__ import main
-from minimegatron.core.datasets import index_cache
+from minimegatron.core.datasets import megatron_dataset
 from minimegatron.core.datasets.atomic_file import AtomicFile, CannotWrite, write_atomically
 from minimegatron.exercises.exercise import exercises
 from minimegatron.exercises.student.student_folder import StudentFolder
@@ -43,7 +43,7 @@ WRITERS = {
     ),
     "an exercise": start_an_exercise,
     "notebooks": lambda path: main(["notebooks", str(path.parent)]),
-    "indices": lambda path: index_cache._save(path, numpy.arange(5000)),
+    "indices": lambda path: megatron_dataset._save(path, numpy.arange(5000)),
 }
 
 

@@ -17,18 +17,17 @@ from minimegatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     grad_checks,
-    setup_checks,
 )
 from minimegatron.core.models.gpt import GPTModel
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_setup
 from minimegatron.core.parameter import KINDS, kind_of
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.checkpointing import sharded_model_state
 from tests.core.distributed.common import Toy, make_config
@@ -291,7 +290,7 @@ def refusals(
     first: torch.nn.Module,
     second: torch.nn.Module,
     group: str = "dp_cp",
-    check=lambda model, groups: setup_checks.check_copies_alike([model], groups),
+    check=lambda model, groups: optimizer_setup.check_copies_alike([model], groups),
 ) -> list[str]:
     """What two ranks of a group raise: each sees the greater of both their numbers."""
     sent, raised = [], []
@@ -307,7 +306,7 @@ def refusals(
         groups = world(**{group: PretendGroup(rank, 2)})
         for model, reduce in ((other, note), (mine, answer)):
             with (
-                mock.patch.object(setup_checks, "all_reduce", reduce),
+                mock.patch.object(optimizer_setup, "all_reduce", reduce),
                 mock.patch("torch.distributed.ProcessGroup", PretendGroup),
             ):
                 try:
@@ -349,8 +348,8 @@ def test_v2_copies_that_begin_with_other_saved_buffers_are_refused():
     """Was: each rank computed with its own, and a checkpoint had rank 0's."""
 
     def check(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-        noted = setup_checks.note_saved_buffers([wrapped(model, world())])
-        setup_checks.check_buffers_alike(noted, groups)
+        noted = optimizer_setup.note_saved_buffers([wrapped(model, world())])
+        optimizer_setup.check_buffers_alike(noted, groups)
 
     found = refusals(with_buffers(1.0), with_buffers(2.0), check=check)
     assert len(found) == 2
@@ -365,7 +364,7 @@ def test_v2_the_first_step_asks_for_the_buffers_of_the_set_up():
     model = with_buffers(1.0)
     optimizer = optimizer_of(model, world())
     model.inner.scale.add_(1.0)
-    with mock.patch.object(setup_checks, "_difference", return_value="") as asked:
+    with mock.patch.object(optimizer_setup, "_difference", return_value="") as asked:
         optimizer.check_first()
     (named, _, _, what) = asked.call_args.args
     assert what == "buffers" and named[0][1] == torch.tensor(1.0).view(torch.int32)
@@ -480,10 +479,10 @@ def test_t9_chunks_whose_parameters_have_one_name_are_both_compared():
     sent = []
     with (
         mock.patch("torch.distributed.ProcessGroup", PretendGroup),
-        mock.patch.object(setup_checks, "all_reduce", lambda n, *_: sent.append(n.clone())),
+        mock.patch.object(optimizer_setup, "all_reduce", lambda n, *_: sent.append(n.clone())),
     ):
         for model in (chunks, others):
-            setup_checks.check_copies_alike(model, world(tp=PretendGroup(0, 2)))
+            optimizer_setup.check_copies_alike(model, world(tp=PretendGroup(0, 2)))
     _, ours, _, theirs = sent  # names, and a number for each weight and its negative
     assert ours.numel() == 2 * 22 and (ours != theirs).sum() == 2
 
@@ -510,11 +509,11 @@ def test_s18_the_first_good_step_asks_and_later_ones_do_not():
     model = Toy()
     optimizer = optimizer_of(model, world())
     with (
-        mock.patch.object(setup_checks, "_difference", side_effect=ValueError),
+        mock.patch.object(optimizer_setup, "_difference", side_effect=ValueError),
         suppress(ValueError),
     ):
         optimizer.step()
-    with mock.patch.object(setup_checks, "_difference", return_value="") as compare:
+    with mock.patch.object(optimizer_setup, "_difference", return_value="") as compare:
         for _ in range(2):
             backward(model)
             optimizer.step()

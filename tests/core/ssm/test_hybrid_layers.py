@@ -11,7 +11,7 @@ from minimegatron.core.ssm.mamba_hybrid_layer_allocation import LEFT_OUT, alloca
 from minimegatron.core.ssm.mamba_layer import MambaLayer
 from minimegatron.core.ssm.mlp_layer import AttentionLayer, MLPLayer
 from minimegatron.core.tracing import observed_by
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.core.ssm.test_mamba_mixer import SIZES
 from tests.core.transformer.moe.test_moe_layer import groups

@@ -23,9 +23,9 @@ from minimegatron.core.transformer.context_parallel import (
     block_of,
     merge,
 )
-from minimegatron.core.transformer.context_parallel_config import COMM_TYPES
 from minimegatron.core.transformer.dot_product_attention import DotProductAttention
 from minimegatron.core.transformer.enums import AttnMaskType
+from minimegatron.core.transformer.second_subjects import COMM_TYPES
 from minimegatron.core.transformer.spec_utils import ModuleSpec
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.zigzag import positions_of_rank, take_part

@@ -24,8 +24,8 @@ from minimegatron.core.pipeline_parallel.schedules import (
 )
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.transformer import mtp_loss, multi_token_prediction
-from minimegatron.core.transformer.global_names import named_global_parameters
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.moe.moe_logging import balance_of_layers, describe_balance
 from minimegatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,

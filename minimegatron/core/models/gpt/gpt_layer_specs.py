@@ -6,7 +6,7 @@ against those of Transformer Engine.
 
 from minimegatron.core.models.gpt import moe_module_specs
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from minimegatron.core.transformer import layers_of_rank, submodules
+from minimegatron.core.transformer import layer_parts
 from minimegatron.core.transformer.attention import SelfAttention
 from minimegatron.core.transformer.dot_product_attention import DotProductAttention
 from minimegatron.core.transformer.enums import AttnMaskType
@@ -32,7 +32,7 @@ def get_gpt_layer_local_spec(
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
-        submodules=submodules.SelfAttentionSubmodules(
+        submodules=layer_parts.SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=DotProductAttention,
             linear_proj=RowParallelLinear,
@@ -40,13 +40,13 @@ def get_gpt_layer_local_spec(
             k_layernorm=head_norm,
         ),
     )
-    linears = submodules.MLPSubmodules(
+    linears = layer_parts.MLPSubmodules(
         linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
     )
     dense = ModuleSpec(module=MLP, submodules=linears)
     return ModuleSpec(
         module=TransformerLayer,
-        submodules=submodules.TransformerLayerSubmodules(
+        submodules=layer_parts.TransformerLayerSubmodules(
             input_layernorm=WrappedTorchNorm,
             self_attention=attention,
             pre_mlp_layernorm=WrappedTorchNorm,
@@ -64,14 +64,14 @@ def get_gpt_decoder_layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
 
 def get_gpt_decoder_block_spec(
     config: TransformerConfig, *, vp_stage: int | None = None, pp_rank: int | None = None
-) -> submodules.TransformerBlockSubmodules:
+) -> layer_parts.TransformerBlockSubmodules:
     """The layers of one chunk, out of those of the whole model.
 
     `pp_rank` None means this rank's, by `parallel_state`.
     """
-    first = layers_of_rank.get_transformer_layer_offset(config, vp_stage, pp_rank)
-    last = first + layers_of_rank.get_num_layers_to_build(config, vp_stage, pp_rank)
+    first = layer_parts.get_transformer_layer_offset(config, vp_stage, pp_rank)
+    last = first + layer_parts.get_num_layers_to_build(config, vp_stage, pp_rank)
     layer_specs = get_gpt_decoder_layer_specs(config)[first:last]
-    return submodules.TransformerBlockSubmodules(
+    return layer_parts.TransformerBlockSubmodules(
         layer_specs=layer_specs, layer_norm=WrappedTorchNorm
     )

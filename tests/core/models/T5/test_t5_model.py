@@ -23,7 +23,7 @@ from minimegatron.core.models.T5.t5_spec import (
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.attention import CrossAttention
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.core.models.plain_t5 import plain_t5_loss
 from tests.groups import PretendGroup, pretend_groups

@@ -10,7 +10,7 @@ from minimegatron.core.models.bert import BertModel
 from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import full_shape, shard_parameter
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_device
 from tests.groups import PretendGroup, pretend_groups

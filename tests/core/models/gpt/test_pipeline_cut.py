@@ -10,7 +10,7 @@ from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spe
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.tensor_parallel.sharding import unshard_parameter
-from minimegatron.core.transformer.global_names import named_global_parameters
+from minimegatron.core.transformer.module_state import named_global_parameters
 from tests.core.models.gpt_support import CASES, RECOMPUTE, Case, run_whole, sample, token_weights
 from tests.groups import pretend_groups
 from tests.parity_frozen import freeze

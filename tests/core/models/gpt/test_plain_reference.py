@@ -20,11 +20,11 @@ from minimegatron.core.pipeline_parallel.schedules import forward_backward_no_pi
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.transformer.block_recompute import Recompute
-from minimegatron.core.transformer.global_names import (
+from minimegatron.core.transformer.module import Float16Module
+from minimegatron.core.transformer.module_state import (
     global_parameter_name,
     named_global_parameters,
 )
-from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.transformer.zigzag import take_part
 from tests.core.models.gpt_support import (
     CASES,

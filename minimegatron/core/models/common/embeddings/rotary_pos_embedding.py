@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from minimegatron.core.transformer.rope_checks import turned_width
+from minimegatron.core.transformer.layer_checks import turned_width
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb  # noqa: F401  as in Megatron
 from minimegatron.core.utils import get_device
 

@@ -6,10 +6,10 @@ Counterpart: `megatron.core.models.common.language_module.language_module`.
 import torch
 from torch import Tensor
 
-from minimegatron.core.models.common.language_module import language_module_checks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
+from minimegatron.core.transformer import layer_checks
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,7 +25,7 @@ class LanguageModule(MegatronModule):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ):
         super().__init__(config)
-        language_module_checks.check_hidden_size(config)
+        layer_checks.check_hidden_size(config)
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.pre_process = self.post_process = True
@@ -43,7 +43,7 @@ class LanguageModule(MegatronModule):
         """
         ranks = self.tp_group.size()
         if self.vocab_size is not None and logits.size(-1) * ranks != self.vocab_size:
-            language_module_checks.refuse_logits(logits, self.vocab_size, ranks)
+            layer_checks.refuse_logits(logits, self.vocab_size, ranks)
         labels = labels.transpose(0, 1).contiguous()
         loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())

@@ -1,7 +1,10 @@
-"""Random states that can be taken away and put back: by checkpoints, recompute, a step that failed.
+"""What classes of this folder have besides, as Megatron's do, and no step calls.
 
-Counterpart: three methods of `CudaRNGStatesTracker` in `megatron.core.tensor_parallel.random`.
+Counterpart: three methods of `CudaRNGStatesTracker` in `megatron.core.tensor_parallel.random`; and
+`symbolic` of the classes in `megatron.core.tensor_parallel.mappings`.
 """
+
+from types import SimpleNamespace
 
 import torch
 
@@ -24,3 +27,12 @@ class KeptRNGStates:
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """Restores what `get_states` returned."""
         self.states_ = dict(states)
+
+
+class SymbolicRegion(torch.autograd.Function):
+    """A row of the table in `mappings`."""
+
+    @classmethod
+    def symbolic(cls, graph, input_, *options):
+        """The row's forward, without a backward. Megatron's classes have it under this name."""
+        return cls.forward(SimpleNamespace(), input_, *options)
