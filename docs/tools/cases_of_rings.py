@@ -14,8 +14,8 @@ from case_words import size_words, table
 from cases_of_layers import picture_of_lanes
 from package import ROOT
 
+from minimegatron.core.transformer.activation_config import COMM_TYPES
 from minimegatron.core.transformer.context_parallel import block_attention, block_of, merge
-from minimegatron.core.transformer.second_subjects import COMM_TYPES
 from minimegatron.core.transformer.zigzag import chunks_of_rank, positions_of_rank
 from minimegatron.planner.context_costs import SentBytes, context_parallel_bytes
 from minimegatron.planner.layer_plan import LayerCosts, LayerTimeline, one_stage

@@ -20,7 +20,7 @@ sends c - 1 parts of their gradients. a2a: of queries, keys, values and output a
 from fractions import Fraction
 from typing import NamedTuple
 
-from minimegatron.core.transformer.second_subjects import COMM_TYPES
+from minimegatron.core.transformer.activation_config import COMM_TYPES
 from minimegatron.planner.memory import Bytes
 
 

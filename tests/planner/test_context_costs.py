@@ -9,7 +9,7 @@ import minimegatron
 from minimegatron.core import parallel_state
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.transformer.second_subjects import COMM_TYPES
+from minimegatron.core.transformer.activation_config import COMM_TYPES
 from minimegatron.core.transformer.spec_utils import build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.zigzag import positions_of_rank

@@ -127,7 +127,7 @@ def test_evaluation_has_its_own_graph(found):
         ("print", r"Tensor.__format__\(\) in <lambda>, test_captured_step.py"),
         ("cpu", r"Tensor.cpu\(\) in <lambda>, test_captured_step.py"),
         ("NaN", r"Tensor.__bool__\(\) in validate_result, rerun_state_machine.py"),
-        ("spiky", r"Tensor.__float__\(\) in is_unexpectedly_large, large_values.py"),
+        ("spiky", r"Tensor.__float__\(\) in is_unexpectedly_large, states.py"),
     ],
 )
 def test_who_reads_a_number_is_named(name, words, found):

@@ -466,7 +466,7 @@ def attention_over_ranks(
     depends on c.
 
     Args:
-        kind: one of `second_subjects.COMM_TYPES`.
+        kind: one of `activation_config.COMM_TYPES`.
         query: [s/c, b, a/t, d].
         key, value: [s/c, b, g/t, d].
         attention_mask: bool, [b or 1, a/t or 1, s/c or 1, s], True where attention must not look:

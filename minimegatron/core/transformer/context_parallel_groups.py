@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer import context_parallel
-from minimegatron.core.transformer.layer_parts import takes
-from minimegatron.core.transformer.second_subjects import (
+from minimegatron.core.transformer.activation_config import (
     check_comm_type,
     comm_type_of_layer,
 )
+from minimegatron.core.transformer.layer_parts import takes
 
 
 def context_parallel_group(

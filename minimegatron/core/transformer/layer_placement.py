@@ -10,13 +10,9 @@ that all earlier virtual stages build, so every layer is built once, whatever th
 
 from typing import Any
 
+from minimegatron.core.transformer import stages_as_told as told
 from minimegatron.core.transformer.layer_checks import check_chunk, layers_on_each
-from minimegatron.core.transformer.stages_as_told import (
-    are_told,
-    get_mtp_ranks,
-    layers_as_told,
-    placement_of,
-)
+from minimegatron.core.transformer.stages_as_told import are_told, layers_as_told, placement_of
 from minimegatron.exports import all_of
 
 # Under the names that they had here, and that Megatron has in other files.
@@ -58,4 +54,4 @@ def ranks_with_word_embedding(config: Any, is_tied: bool, pp_ranks: list[int]) -
     """
     placement = placement_of(config)
     ends = [placement.first_rank, placement.last_rank] if is_tied else [placement.first_rank]
-    return sorted({pp_ranks[rank] for rank in ends} | set(get_mtp_ranks(pp_ranks, config)))
+    return sorted({pp_ranks[rank] for rank in ends} | set(told.get_mtp_ranks(pp_ranks, config)))

@@ -15,6 +15,7 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.tensor_parallel.random import checkpoint
 from minimegatron.core.transformer import context_parallel
+from minimegatron.core.transformer.activation_config import COMM_TYPES
 from minimegatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from minimegatron.core.transformer.context_parallel import (
     Sharing,
@@ -25,7 +26,6 @@ from minimegatron.core.transformer.context_parallel import (
 )
 from minimegatron.core.transformer.dot_product_attention import DotProductAttention
 from minimegatron.core.transformer.enums import AttnMaskType
-from minimegatron.core.transformer.second_subjects import COMM_TYPES
 from minimegatron.core.transformer.spec_utils import ModuleSpec
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.zigzag import positions_of_rank, take_part
