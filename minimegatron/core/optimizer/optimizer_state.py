@@ -1,6 +1,7 @@
 """What an optimizer keeps beside the weights, in memory and in a checkpoint; and zeros of its gradient.
 
-Megatron has this in `megatron.core.optimizer.optimizer`, in each class there, and in `clip_grads`.
+Counterpart: `megatron.core.optimizer.clip_grads`; the rest Megatron has in the classes of
+`megatron.core.optimizer.optimizer`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
