@@ -30,6 +30,7 @@ MOVED = {
     "core.datasets.index_cache": "core.datasets.megatron_dataset",
     "core.device": "core.utils",
     "core.distributed.setup_checks": "core.optimizer.optimizer_setup",
+    "core.distributed.stage_placement": "core.transformer.stages_as_told",
     "core.local_backlog": "backend.backlog",
     "core.local_channels": "backend.channels",
     "core.local_collectives": "backend.mesh",

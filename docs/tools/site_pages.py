@@ -186,7 +186,8 @@ def _spine_tables(left: dict[str, AnnotatedPage]) -> list[str]:
 
 def _room_row(room: Room) -> str:
     files = ", ".join(f"`{file.removesuffix('.py')}`" for file in room.files)
-    return f"* **{room.name}**: {room.what} The door is {room.door}. {files}"
+    words = f"{room.what} It may stay shut: {room.shut} The door is {room.door}."
+    return f"* **{room.name}**: {words} {files}"
 
 
 # -- Reference --

@@ -75,6 +75,8 @@ class Room(NamedTuple):
     """Below minimegatron/; a folder ends in "/"."""
     door: str
     """What of the room a step calls."""
+    shut: str
+    """Why a reader of the step may leave it shut."""
     what: str
 
     def has(self, file: str) -> bool:

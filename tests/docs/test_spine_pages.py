@@ -162,7 +162,8 @@ def test_the_index_names_each_room(package):
     text = site_pages.source_index(package)
     table = text[text.index("### Rooms") : text.index("## Second reading")]
     for room in spine.read_rooms():
-        assert f"* **{room.name}**: {room.what} The door is {room.door}. `" in table
+        words = f"{room.what} It may stay shut: {room.shut} The door is {room.door}."
+        assert f"* **{room.name}**: {words} `" in table
 
 
 def test_the_index_has_every_module_once(package):

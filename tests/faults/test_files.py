@@ -2,6 +2,7 @@
 
 import builtins
 import errno
+import io
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -269,12 +271,27 @@ def full_disk(path: str | Path, mode: str = "r"):
     return builtins.open("/dev/full" if "w" in mode else path, mode)
 
 
+class SmallFile(io.FileIO):
+    """A file that may not grow beyond 20,000 bytes.
+
+    The limit is the process's, and memory that ranks share is a file too: so it holds within a write.
+    """
+
+    def write(self, data: Any) -> int:
+        """As a file's."""
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            return super().write(data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def small_files(path: str | Path, mode: str = "r"):
-    """`open`, after which no file of this process may grow beyond 20,000 bytes if it writes."""
-    if "w" in mode:
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    return builtins.open(path, mode)
+    """`open`, except that what is written goes to a `SmallFile`."""
+    if "w" not in mode:
+        return builtins.open(path, mode)
+    return io.BufferedWriter(SmallFile(path, "w"))
 
 
 def saves_that_fail(folder: str) -> list[str]:
@@ -294,13 +311,11 @@ def saves_that_fail(folder: str) -> list[str]:
     if rank == 1:
         del storage.open
     # -- A file that may not grow: the first bytes are written, the rest is not --
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
         storage.open = small_files
     failing_save()
     if rank == 0:
         del storage.open
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     # -- Only the very end fails: the folder cannot get its name --
     if rank == 0:
         renamed = storage.os.replace

@@ -29,7 +29,6 @@ from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
 )
-from minimegatron.core.distributed.stage_placement import has_first_stage
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.weight_grad_store import (
@@ -37,6 +36,7 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     forget_owed,
     is_owed,
 )
+from minimegatron.core.transformer.stages_as_told import has_first_stage
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import HALF_DTYPES
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from minimegatron.core.distributed.stage_placement import placement_over
 from minimegatron.core.parameter import reduce_group
+from minimegatron.core.transformer.stages_as_told import placement_of
 from minimegatron.core.utils import get_model_config
 
 # -- Parameters --
@@ -145,7 +145,7 @@ def refuse_unscaled_loss(model: Sequence[torch.nn.Module], pp_group: dist.Proces
     """
     scalers = [getattr(chunk, "grad_scaler", None) for chunk in model]
     unread = {1 / float(s.inv_scale) for s in scalers if s is not None and not s.was_read} - {1.0}
-    if unread and placement_over(pp_group, get_model_config(model[0])).is_last_rank(
+    if unread and placement_of(get_model_config(model[0]), pp_group.size()).is_last_rank(
         pp_group.rank()
     ):
         raise ValueError(

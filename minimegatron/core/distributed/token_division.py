@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import all_reduce, broadcast
-from minimegatron.core.distributed.stage_placement import placement_over
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.stages_as_told import placement_of
 from minimegatron.core.utils import get_model_config, or_one
 
 
@@ -21,7 +21,7 @@ def _divide_by_num_tokens(
 ) -> None:
     """Divides all gradients by the number of tokens in the global batch; by 1 if there are none."""
     num_tokens = num_tokens.to(torch.float64, copy=True)  # weights add up to fractions
-    last_stage = placement_over(pp_group, get_model_config(model[0])).last_rank
+    last_stage = placement_of(get_model_config(model[0]), pp_group.size()).last_rank
     broadcast(num_tokens, last_stage, pp_group)
     all_reduce(num_tokens, dp_cp_group)
     scaling = or_one(num_tokens).reciprocal()

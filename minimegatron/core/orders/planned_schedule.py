@@ -200,7 +200,7 @@ def planned_forward_backward_func(
                     num_microbatches,
                     collect_non_loss_data=collect_non_loss_data,
                     first_val_step=first_val_step,
-                    num_in_flight=count_in_flight(step.actions),
+                    most_in_flight=count_in_flight(step.actions),
                     vp_stage=None if p2p.virtual_pipeline_model_parallel_size is None else chunk_id,
                     is_last_stage=step.config.placement.is_last(step.rank, chunk_id),
                     sends=shape,

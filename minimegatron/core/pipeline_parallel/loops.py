@@ -127,7 +127,9 @@ class InterleavedRun:
         overlap: bool,
     ):
         self.chunks, self.order, self.p2p, self.shape = chunks, order, p2p, tensor_shape
-        self.overlap = overlap
+        self.overlap, self._is_last_rank = overlap, order.pp_rank == order.pp_size - 1
+        # Before the first backward. The last rank gets no gradient: the loss is its own.
+        self._first_grad = Arrival(not self._is_last_rank, model_chunk_id=len(chunks) - 1)
         self._inputs: list[deque] = [deque() for _ in chunks]
         self._grads: list[deque] = [deque() for _ in chunks]
 
@@ -142,7 +144,7 @@ class InterleavedRun:
 
     def warmup(self) -> None:
         """Forwards only. The last one also asks for the first gradient."""
-        counts, last_chunk = self.order.counts, len(self.chunks) - 1
+        counts = self.order.counts
         first_input = self.p2p.recv_forward(self.shape, self.order.pp_rank == 0)
         if first_input is not None:
             self._inputs[0].append((first_input, None))
@@ -152,13 +154,12 @@ class InterleavedRun:
             is_last = k == counts.num_warmup - 1
             wants_grad = is_last and not self.order.forward_only and not counts.are_all_in_warmup
             if wants_grad and not self.overlap:
-                grad = Arrival(not self._is_last_rank(), last_chunk)
-                self._exchange_both(output, None, arrival, grad)
+                self._exchange_both(output, None, arrival, self._first_grad)
             else:
                 self._exchange_forward(output, arrival)
             self._free(k, output)
             if wants_grad and self.overlap:
-                self._exchange_backward(None, Arrival(not self._is_last_rank(), last_chunk))
+                self._exchange_backward(None, self._first_grad)
 
     def steady_state(self) -> None:
         """One forward, one backward, and the messages of both."""
@@ -175,12 +176,13 @@ class InterleavedRun:
         """The backwards that are left."""
         counts, last_chunk = self.order.counts, len(self.chunks) - 1
         if counts.are_all_in_warmup:
-            grad = self.p2p.recv_backward(self.shape, self._is_last_rank())
+            grad = self.p2p.recv_backward(self.shape, self._is_last_rank)
             if grad is not None:
                 self._grads[last_chunk].append((grad, None))
         for k in range(counts.num_remaining, counts.total):
             _, input_grad = self._step(None, k)
-            self._exchange_backward(input_grad, self.order.arrival_after(k, False), False)
+            next_grad = self.order.arrival_after(k, forward=False)
+            self._exchange_backward(input_grad, next_grad, overlap=False)
 
     # -- One forward, one backward --
 
@@ -222,9 +224,6 @@ class InterleavedRun:
     def _grad(self, chunk_id: int) -> Any:
         is_last = self.order.is_last_virtual_stage(chunk_id)
         return None if is_last else _arrived(self._grads[chunk_id])
-
-    def _is_last_rank(self) -> bool:
-        return self.order.pp_rank == self.order.pp_size - 1
 
     # -- Messages: what goes out, and into which chunk's queue the arrival belongs --
 

@@ -174,8 +174,10 @@ class P2PCommunicator(MessageBatches):
         if config.pipeline_schedule in (None, INTERLEAVED):
             self.refuse_a_ring_of_two()
         self.device, self.is_tagged = get_device(), is_tagged(pp_group)
-        # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
-        self._keeps_sent = not (self.is_tagged and getattr(pp_group, "keeps_messages", False))
+        # Who keeps a sent tensor until its receiver has it:
+        #   NCCL, gloo      this communicator, which waits in `finish` for what has not left
+        #   shared memory   the group, which has copied it: it may wait there beyond the step
+        self._group_keeps_sent = self.is_tagged and getattr(pp_group, "keeps_messages", False)
         # Unless told the group's limit, gloo waits as long as the default group may.
         is_gloo = pp_group.name() == "gloo"
         self._limit = (timedelta(seconds=get_timeout(pp_group)),) if is_gloo else ()
@@ -196,8 +198,8 @@ class P2PCommunicator(MessageBatches):
     def begin_step(self, send_limit: int = SEND_LIMIT) -> None:
         """Before the first message of a step; `send_limit` says how many may lie unreceived."""
         self.send_limit = send_limit
-        keeps_sent = self._keeps_sent
-        self._unfinished_sends = defaultdict(deque) if keeps_sent else _untaken_of(self.pp_group)
+        of_group = self._group_keeps_sent
+        self._unfinished_sends = _untaken_of(self.pp_group) if of_group else defaultdict(deque)
         # How many messages there were, by direction, payload and peer.
         self._num_started: dict[tuple[bool, str, int], int] = defaultdict(int)
         self._sends_shapes = sends_shapes(self.config)
@@ -206,7 +208,7 @@ class P2PCommunicator(MessageBatches):
 
     def finish(self) -> None:
         """Waits until everything sent has left this stage. Raises ConnectionError if it cannot."""
-        if self._keeps_sent:
+        if not self._group_keeps_sent:
             self._finish_kept()
         for unfinished in self._unfinished_sends.values():
             for send in unfinished:
@@ -350,7 +352,7 @@ class P2PCommunicator(MessageBatches):
                 unfinished = self._unfinished_sends[message.peer, message.payload]
                 if runs_on and len(unfinished) >= self.send_limit:
                     self._make_room(unfinished)
-                if self._keeps_sent:
+                if not self._group_keeps_sent:
                     message = self._kept(message)
             elif message.tensor is None:
                 message = self._with_memory(message)
@@ -394,12 +396,12 @@ class P2PCommunicator(MessageBatches):
         number = self._num_started[kind]
         self._num_started[kind] += 1
         make = Started if message.is_send else Receive
-        if message.is_send and not self._keeps_sent:
+        if message.is_send and self._group_keeps_sent:
             message = TensorMessage(True, None, message.peer, message.payload, message.tensor.shape)
         handle = make(message, work, self.curr_rank_in_pg, number, self._limit)
         if message.is_send and runs_on:
             unfinished = self._unfinished_sends[message.peer, message.payload]
-            while unfinished and not self._keeps_sent and unfinished[0].work.is_taken():
+            while unfinished and self._group_keeps_sent and unfinished[0].work.is_taken():
                 unfinished.popleft()
             unfinished.append(handle)
         elif message.is_send:

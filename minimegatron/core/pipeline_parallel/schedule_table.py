@@ -176,8 +176,12 @@ class InterleavedOrder:
 
         Usually it is the input of number k + 1. The stage that leads the ring (stage 0 for
         forwards, the last one for backwards) is the exception. What arrives there has gone once
-        around: the neighbour behind it is p - 1 steps late, and what it sends enters the next chunk
-        (for backwards, the previous one), or is nothing if its chunk was the last.
+        around: its neighbour is p - 1 steps later, and what it sends enters the next chunk (for
+        backwards, the previous one), or is nothing if its chunk was the last. For p = 3, forwards:
+
+            stage 0   f0   f1   f2   f3      after f2 arrives what stage 2's f0 has made
+            stage 1        f0   f1   f2      after f0, the input of f1
+            stage 2             f0   f1      f0 has gone through chunk 0 of all: chunk 1 is next
 
         >>> order = InterleavedOrder(pp_size=2, pp_rank=0, num_microbatches=2, num_model_chunks=2,
         ...                          microbatch_group_size_per_vp_stage=2)

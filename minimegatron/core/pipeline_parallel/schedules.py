@@ -199,7 +199,7 @@ def forward_backward_pipelining_without_interleaving(
         num_microbatches,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
-        num_in_flight=num_microbatches if forward_only else num_stages - stage,
+        most_in_flight=num_microbatches if forward_only else num_stages - stage,
         is_last_stage=stage == num_stages - 1,
         sends=send_shapes,
     )
@@ -258,7 +258,7 @@ def forward_backward_pipelining_with_interleaving(
             num_microbatches,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
-            num_in_flight=order.counts.num_warmup + 1,
+            most_in_flight=order.counts.num_warmup + 1,
             vp_stage=chunk_id,
             is_last_stage=order.is_last_virtual_stage(chunk_id),
             sends=tensor_shape,

@@ -339,7 +339,7 @@ class ModelChunk:
             forward_only, first_val_step: as the schedule got them.
         forward_data_store: where the last stage's reports go; shared by a stage's chunks.
         cp_group_size: ranks that share each sequence.
-        num_in_flight: forwards a stage is ahead of its backwards, at most; for recompute.
+        most_in_flight: forwards a stage is ahead of its backwards, at most; for recompute.
         vp_stage: this chunk's number; None where a stage has one chunk.
         is_last_stage: whether this chunk ends in the loss.
         sends: shapes in which the next stage receives its output, as the schedule announces them;
@@ -361,7 +361,7 @@ class ModelChunk:
         collect_non_loss_data: bool = False,
         forward_only: bool = False,
         first_val_step: bool | None = None,
-        num_in_flight: int = 1,
+        most_in_flight: int = 1,
         vp_stage: int | None = None,
         is_last_stage: bool = True,
         sends: Any = None,
@@ -376,7 +376,7 @@ class ModelChunk:
         self.forward_data_store, self.cp_group_size = forward_data_store, cp_group_size
         self.collect_non_loss_data = collect_non_loss_data
         self.forward_only, self._first_val_step = forward_only, first_val_step
-        self._num_in_flight = num_in_flight
+        self._most_in_flight = most_in_flight
         self._in_flight: dict[int, tuple[Any, Any]] = {}
         self.frame = frame or NoFrame()
         self._num_forwards, self.num_backwards_left = 0, num_microbatches  # of this step
@@ -422,7 +422,7 @@ class ModelChunk:
         # Of the microbatches a stage holds at a time, the first few follow the model's recompute
         # settings and the others recompute all; None leaves it to the model.
         num_partial = self.config.num_microbatches_with_partial_activation_checkpoints
-        return None if num_partial is None else place % self._num_in_flight >= num_partial
+        return None if num_partial is None else place % self._most_in_flight >= num_partial
 
     def free_output(self, output_tensor: Any) -> None:
         """After sending: frees an output. Only its place in the autograd graph is still needed.

@@ -43,12 +43,19 @@ class StagesConfig:
     Overrides the even division."""
 
 
-def placement_of(config: Any) -> Placement:
-    """Where a model's stages are: as its `pipeline_schedule` says, else as Megatron has them."""
-    if config.pipeline_schedule is not None:
-        return orders.placement_of(config)
+def placement_of(config: Any, pp_size: int | None = None) -> Placement:
+    """Where a model's stages are: as its `pipeline_schedule` says, else as Megatron has them.
+
+    The size of a group, `pp_size`, counts where it is given: a chunk may be used by itself.
+    """
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    return usual_placement(p, v)
+    p, name = pp_size or p, config.pipeline_schedule
+    return usual_placement(p, v) if name is None else orders.get_schedule(name).placed(p, v)
+
+
+def has_first_stage(pp_group: Any, config: Any) -> bool:
+    """Whether the model begins on this rank of a pipeline group."""
+    return placement_of(config, pp_group.size()).is_first_rank(pp_group.rank())
 
 
 def layout_of(config: Any) -> "written.PipelineParallelLayerLayout | None":

@@ -110,8 +110,8 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-stage-outside-embedding-group",
         _PLACES,
-        "    return sorted({pp_ranks[rank] for rank in ends} | set(get_mtp_ranks(pp_ranks, config)))\n",
-        "    return sorted({pp_ranks[rank] for rank in ends})\n",
+        "sorted({pp_ranks[rank] for rank in ends} | set(told.get_mtp_ranks(pp_ranks, config)))",
+        "sorted({pp_ranks[rank] for rank in ends})",
         "The stage that predicts further tokens keeps its own part of the embedding's gradient: its "
         "copy and the first stage's become different weights.",
     ),
