@@ -8,6 +8,8 @@ import logging
 from abc import ABC, abstractmethod
 from typing import NoReturn
 
+logger = logging.getLogger(__name__)
+
 
 class BatchSizes(ABC):
     """The base of `NumMicroBatchesCalculator`; sizes are in samples."""
@@ -56,9 +58,6 @@ def refuse_unset() -> NoReturn:
         "the number of microbatches is not known yet; "
         "call init_num_microbatches_calculator(...) first"
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 # -- A global batch that grows: its size after so many samples --

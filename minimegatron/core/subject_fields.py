@@ -7,7 +7,7 @@ does in the hooks.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,6 @@ schedule_checks: list[Callable[[Any], None]] = []
 """Called with each configuration that names a `pipeline_schedule`; they raise ValueError.
 
 Sizes are known here, schedules are not: `schedule_of_config` enters what it refuses."""
-
-
-HOOKS = (
-    "aux_loss_scale_funcs",
-    "before_step_funcs",
-    "around_step_funcs",
-    "after_grads_funcs",
-    "log_funcs",
-)
-"""The fields of `SubjectFields` that hold functions which a step calls."""
 
 
 def enter_hooks(
@@ -156,3 +146,7 @@ def _check_interleaving(config: Any) -> None:
             f"microbatch_group_size_per_vp_stage={config.microbatch_group_size_per_vp_stage} is "
             f"less than pipeline_model_parallel_size={p}; give {p} or more"
         )
+
+
+HOOKS = tuple(field.name for field in fields(SubjectFields) if field.name.endswith("_funcs"))
+"""The fields that hold functions which a step calls."""

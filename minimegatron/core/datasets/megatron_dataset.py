@@ -4,7 +4,7 @@ Counterpart: `megatron.core.datasets.megatron_dataset`; and the `path_to_cache` 
 `GPTDataset._build_document_sample_shuffle_indices` and `BlendedDataset._build_indices`.
 
 An entry of the cache is one `.npy` per array and a `description.txt`, written last: without it there
-is no entry. Two ranks that build the same entry write the same bytes, so it does not matter whose stay.
+is no entry. Two ranks that build the same entry write the same bytes, so either's files may stay.
 """
 
 import hashlib

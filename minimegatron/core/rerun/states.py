@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 EXIT_CODE_RESUME_TO_DISAMBIGUATE = 16
 """The run ended after a checkpoint: resume it on another device, and the verdict will be known."""
 EXIT_CODE_FAILED_ON_RESULT_VALIDATION = 17
@@ -157,7 +159,8 @@ class LargeValues:
         self._samples = {name: _Sample(*pair) for name, pair in samples.items()}
 
 
-logger = logging.getLogger(__name__)
+# -- A file of rejected results, which outlives the run; and the iterations that it says to skip --
+
 
 LINE = re.compile(
     r"ts=.+ node=.+ device=.+ jobID=(?P<job>.+) rank=(?P<rank>\d+) iteration=(?P<iteration>\d+) "
@@ -168,10 +171,7 @@ COUNTED = {
     RerunValidationStatus.FIRST_RERUN_REPRODUCIBLE,
     RerunValidationStatus.SECOND_RERUN_REPRODUCIBLE,
 }
-"""Only what comes again by itself may be skipped: a fault that passes is no reason."""
-
-
-# -- A file of rejected results, which outlives the run; and the iterations that it says to skip --
+"""Only a result that comes again may be skipped; a fault that passes is no reason to."""
 
 
 class ResultTracker:

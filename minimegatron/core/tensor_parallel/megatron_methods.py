@@ -1,4 +1,6 @@
-"""What classes of this folder have besides, as Megatron's do, and no step calls.
+"""What classes of this folder have besides, as Megatron's do. A plain step calls none of it.
+
+Random states are taken away and put back by checkpoints, recompute and a step that failed.
 
 Counterpart: three methods of `CudaRNGStatesTracker` in `megatron.core.tensor_parallel.random`; and
 `symbolic` of the classes in `megatron.core.tensor_parallel.mappings`.

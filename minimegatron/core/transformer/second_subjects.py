@@ -18,7 +18,7 @@ from minimegatron.core.transformer.mtp_loss import MTPConfig, check_mtp
 from minimegatron.core.transformer.stages_as_told import StagesConfig
 
 # -- Fields that are set after the construction: they take effect, or are refused --
-# There, some fields are read in each step and the others once; a late change of one of those does
+# In Megatron some fields are read in each step and the others once; a late change of one of those does
 # nothing, or half of what it says, without a word.
 #
 # | what is set late               | before a model is built      | after                        |

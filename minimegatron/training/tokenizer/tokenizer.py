@@ -19,7 +19,9 @@ def build_tokenizer(args: Any) -> megatron_tokenizer.MegatronTokenizer:
         )
     if is_null:
         return _NullTokenizer(args.vocab_size)
-    if "WordPiece" in args.tokenizer_type:
+    # The word first: a run with another tokenizer does not load the module.
+    is_wordpiece = "WordPiece" in args.tokenizer_type
+    if is_wordpiece and args.tokenizer_type in wordpiece_tokenizer.LOWER_CASE:
         return wordpiece_tokenizer.build_wordpiece(
             args.tokenizer_type, args.vocab_file, args.vocab_extra_ids
         )
