@@ -8,16 +8,14 @@ imports nothing that needs it. `launch`, `trace` and `pace` are looked up on fir
 import sys
 
 from minimegatron.core.left_out import OurModules
-from minimegatron.exports import lazily
-from minimegatron.late_modules import put_stand_ins
-from minimegatron.moved import OldPaths
+from minimegatron.exports import lazily, put_stand_ins
 
 __version__ = "0.1.0"
 
-if OldPaths not in sys.meta_path:
+if OurModules not in sys.meta_path:
     sys.meta_path.insert(0, OurModules)
-    sys.meta_path.append(OldPaths)
-    put_stand_ins(sys.modules["minimegatron.core"])  # it is here before its finder
+    for name in (__name__, "minimegatron.core"):  # they are here before their finder
+        put_stand_ins(sys.modules[name])
 
 __getattr__, __dir__ = lazily(
     __name__,

@@ -2,21 +2,22 @@
 
 Counterpart: Megatron has none; it keeps a file that imports everything from the new place.
 
-`minimegatron/__init__.py` puts `OldPaths` at the end of `sys.meta_path`, so it is asked for a name that
-no file has. The old name and the new one are then the same module.
+`left_out.OurModules` asks for a name that no file has. The old name and the new one are then the same
+module. A program without old names does not load this file.
 """
 
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
     "backend.checks": "backend.calls",
+    "backend.connecting": "backend.mesh",
     "backend.epochs": "backend.incoming",
     "backend.futures": "backend.works",
+    "backend.registering": "backend.group",
     "backend.shared_memory": "backend.slots",
     "commands.convert": "commands.convert_command",
     "commands.exercises": "commands.exercises_command",
@@ -27,7 +28,9 @@ MOVED = {
     "commands.preprocess": "commands.preprocess_command",
     "commands.trace": "commands.trace_command",
     "core.batch_rampup": "core.batch_sizes",
+    "core.call_attributes": "core.tracing",
     "core.datasets.index_cache": "core.datasets.megatron_dataset",
+    "core.datasets.stdlib_text": "core.datasets.stdlib_corpus",
     "core.device": "core.utils",
     "core.distributed.setup_checks": "core.optimizer.optimizer_setup",
     "core.distributed.stage_placement": "core.transformer.stages_as_told",
@@ -37,7 +40,7 @@ MOVED = {
     "core.local_handshake": "backend.handshake",
     "core.local_host.backlog": "backend.backlog",
     "core.local_host.channels": "backend.channels",
-    "core.local_host.connecting": "backend.connecting",
+    "core.local_host.connecting": "backend.mesh",
     "core.local_host.handshake": "backend.handshake",
     "core.local_host.local_collectives": "backend.mesh",
     "core.local_host.shared_memory": "backend.slots",
@@ -45,11 +48,15 @@ MOVED = {
     "core.local_memory": "backend.slots",
     "core.local_slots": "backend.slots",
     "core.models.common.language_module.language_module_checks": "core.transformer.layer_checks",
+    "core.models.gpt.gpt_mtp_spec": "core.models.gpt.gpt_second_subjects",
+    "core.models.gpt.gpt_schedule_plan": "core.models.gpt.gpt_second_subjects",
+    "core.optimizer.grad_scaler_state": "core.optimizer.optimizer_state",
     "core.optimizer.zeros_in_grads": "core.optimizer.optimizer_state",
     "core.pipeline_parallel.interleaved": "core.pipeline_parallel.schedules",
     "core.pipeline_parallel.lowering": "core.orders.lowering",
     "core.pipeline_parallel.mean_loss": "core.pipeline_parallel.user_results",
     "core.pipeline_parallel.model_chunk": "core.pipeline_parallel.steps",
+    "core.pipeline_parallel.no_frame": "core.pipeline_parallel.failed_step",
     "core.pipeline_parallel.order_check": "core.orders.order_check",
     "core.pipeline_parallel.orders": "core.orders.orders",
     "core.pipeline_parallel.placement": "core.orders.placement",
@@ -62,6 +69,7 @@ MOVED = {
     "core.rerun.large_values": "core.rerun.states",
     "core.rerun.machine_state": "core.rerun.verdicts",
     "core.rerun.tracker": "core.rerun.states",
+    "core.straggler_times": "core.straggler_detector",
     "core.tensor_parallel.kept_rng_states": "core.tensor_parallel.megatron_methods",
     "core.tensor_parallel.linear_checks": "core.tensor_parallel.shape_checks",
     "core.tensor_parallel.owing_linear": "core.tensor_parallel.weight_grad_store",
@@ -75,7 +83,8 @@ MOVED = {
     "core.transformer.late_fields": "core.transformer.second_subjects",
     "core.transformer.layer_placement_checks": "core.transformer.layer_checks",
     "core.transformer.layers_of_rank": "core.transformer.layer_parts",
-    "core.transformer.moe.layer_words": "core.transformer.moe.moe_config",
+    "core.transformer.moe.layer_words": "core.transformer.moe_config",
+    "core.transformer.moe.moe_config": "core.transformer.moe_config",
     "core.transformer.mtp_placement": "core.transformer.stages_as_told",
     "core.transformer.recompute_config": "core.transformer.activation_config",
     "core.transformer.rope_checks": "core.transformer.layer_checks",
@@ -123,6 +132,7 @@ MOVED = {
     "exercises.torchrun": "exercises.check.torchrun",
     "exercises.verdict": "exercises.room.verdict",
     "exercises.watching": "exercises.student.watch_files",
+    "late_modules": "exports",
     "launcher": "launching.launcher",
     "packing": "launching.packing",
     "planner.check": "planner.plan_check",
@@ -136,7 +146,11 @@ MOVED = {
     "tracing.source_text": "tracing.recorded_source",
     "tracing.words": "tracing.trace_words",
     "training.data_checks": "training.families.family_checks",
+    "training.datasets.end_of_data": "training.datasets.data_samplers",
+    "training.datasets.label_check": "training.result_checks",
     "training.from_last_stage": "training.progress",
+    "training.old_flags": "training.older_arguments",
+    "training.rendezvous": "training.process_group",
     "training.rerun_args": "training.argument_checks",
     "training.terminal_lines": "core.output",
     "user_file": "launching.user_file",
@@ -190,28 +204,25 @@ def new_file(file: str) -> str:
     return f"{before}{package}{MOVED[old].replace('.', '/')}.py" if old in MOVED else file
 
 
-class OldPaths:
-    """Finds the module that has an old name."""
+def spec_of_old(fullname: str) -> ModuleSpec | None:
+    """How to import the module that has an old name; None for a name that no module ever had.
 
-    @staticmethod
-    def find_spec(
-        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Python asks this for every module that it finds nowhere else."""
-        package, _, old = fullname.partition(".")
-        if package == "minimegatron" and old in BEFORE_CORE:
-            raise ModuleNotFoundError(
-                f"{fullname} is a name of before Megatron Core; today: {BEFORE_CORE[old]}"
-            )
-        if package == "minimegatron" and old in FOLDERS:
-            return ModuleSpec(fullname, _NoFiles(), is_package=True)
-        is_known = package == "minimegatron" and (old in MOVED or old in ELSEWHERE)
-        return ModuleSpec(fullname, _NewModule()) if is_known else None
+    Raises ModuleNotFoundError, with today's name, for what was there before Megatron Core.
+    """
+    package, _, old = fullname.partition(".")
+    if package == "minimegatron" and old in BEFORE_CORE:
+        raise ModuleNotFoundError(
+            f"{fullname} is a name of before Megatron Core; today: {BEFORE_CORE[old]}"
+        )
+    if package == "minimegatron" and old in FOLDERS:
+        return ModuleSpec(fullname, _NoFiles(), is_package=True)
+    is_known = package == "minimegatron" and (old in MOVED or old in ELSEWHERE)
+    return ModuleSpec(fullname, _NewModule()) if is_known else None
 
 
 class _NoFiles(Loader):
     def exec_module(self, module: ModuleType) -> None:
-        """Python asks `OldPaths` for each module in it."""
+        """Each module in it is found by itself."""
 
 
 class _NewModule(Loader):

@@ -39,9 +39,8 @@ from minimegatron.core.straggler_detector import StragglerDetector
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.utils import or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
-from minimegatron.training.datasets.label_check import check_labels
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
-from minimegatron.training.result_checks import check_loss
+from minimegatron.training.result_checks import check_labels, check_loss
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import check_loss_mask
 

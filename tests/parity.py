@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.backend import connecting
+from minimegatron.backend import mesh
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.distributed_data_parallel_config import (
@@ -549,7 +549,7 @@ def train_steps(
 
     for step in range(num_steps):
         evaluate()
-        if case.fails and step == 1 and connecting.is_supported():
+        if case.fails and step == 1 and mesh.is_supported():
             fail_a_step(case, groups, chunks)
         for chunk in chunks:
             chunk.zero_grad_buffer()

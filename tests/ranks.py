@@ -8,7 +8,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from minimegatron.backend import connecting, in_place_of
+from minimegatron.backend import in_place_of, mesh
 from minimegatron.launching import launcher
 
 # Test modules import these; importing them once, in the process ranks are forked from, saves that
@@ -57,7 +57,7 @@ def call_without_shared_memory(fn: Callable[..., Any], *args: Any) -> Any:
     """
     store = dist.PrefixStore("without shared memory", c10d._get_default_store())
     seat = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    with mock.patch.object(connecting, "is_supported", lambda: False):
+    with mock.patch.object(mesh, "is_supported", lambda: False):
         dist.destroy_process_group()
         dist.init_process_group(in_place_of("gloo"), store=store, **seat)
         return fn(*args)

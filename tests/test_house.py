@@ -28,21 +28,18 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
-    {"core.left_out_record", "core.pipeline_parallel.interleaving_checks", "late_modules"},
+    {"core.left_out_record", "core.pipeline_parallel.interleaving_checks", "exports", "moved"},
     {
         "core.batch_sizes",
-        "core.call_attributes",
         "core.left_out",
         "core.rank_checks",
         "core.scheduler_state",
         "core.util_checks",
-        "exports",
-        "moved",
     },
     {
         "core",
         "core.activations",
-        "core.call_attributes",
+        "core.tracing",
         "core.enums",
         "core.json_text",
         "core.knobs",
@@ -58,7 +55,6 @@ LAYERS = [
         "core.pipeline_parallel.schedule_table",
         "core.rank_generator",
         "core.straggler_words",
-        "core.tracing",
         "core.utils",
         "core.words",
         "exercises",
@@ -85,7 +81,7 @@ LAYERS = [
         "core.rerun_state_machine",
         "core.timers",
     },
-    {"core.parallel_getters", "core.straggler_times"},
+    {"core.parallel_getters", "core.straggler_detector"},
     {"core.straggler_detector"},
     {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
     {"core.tensor_parallel"},
@@ -141,7 +137,7 @@ OFFERS_OF_NEIGHBOURS = {
 TORCH_FREE = [
     "minimegatron.core.batch_sizes",
     "minimegatron.core.batch_sizes",
-    "minimegatron.core.call_attributes",
+    "minimegatron.core.tracing",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
@@ -173,7 +169,7 @@ TORCH_FREE = [
     "minimegatron.doctor.watchman",
     "minimegatron.commands.exercises_command",
     "minimegatron.exports",
-    "minimegatron.late_modules",
+    "minimegatron.exports",
     "minimegatron.commands.trace_command",
     "minimegatron.planner",
     "minimegatron.tracing.trace_view",
@@ -192,7 +188,7 @@ MAY_ASK_PARALLEL_STATE = re.compile(
 
 MAY_READ_ENVIRONMENT = re.compile(
     r"minimegatron\.(launching\.launcher|backend\.gloo_inside"
-    r"|training\.(arguments|failures|initialize|process_group|rendezvous)"
+    r"|training\.(arguments|failures|initialize|process_group)"
     r"|exercises\.(check|check\.torchrun|grading\.cells))"
 )
 """Before arguments are parsed, or instead of parsing them; and what torch's own backends read there."""

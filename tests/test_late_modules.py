@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 
 import minimegatron
-from minimegatron.late_modules import LATE, StandIn, put_stand_ins
+from minimegatron.exports import LATE, StandIn, put_stand_ins
 
 NAMES = [f"{package}.{name}".lstrip(".") for package in LATE for name in LATE[package]]
 

@@ -28,7 +28,7 @@ from minimegatron.core.pipeline_parallel.steps import backward_step
 from minimegatron.planner.memory import message_bytes
 from minimegatron.planner.stack_costs import messages_behind
 from minimegatron.training.arguments import _build_parser
-from minimegatron.training.old_flags import add_old_flags
+from minimegatron.training.older_arguments import add_old_flags
 
 # -- A launch script of 2021 --
 

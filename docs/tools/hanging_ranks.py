@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend import connecting
+from minimegatron.backend import mesh
 from minimegatron.core.collectives import all_gather, all_reduce, all_to_all
 from minimegatron.exercises.bench import gpt_step
 from minimegatron.launching.launcher import HangError, RankError, launch
@@ -28,7 +28,7 @@ def as_between_machines() -> object:
 
     Over shared memory a rank would tell the others that it has failed, and what it calls.
     """
-    return mock.patch.object(connecting, "is_supported", lambda: False)
+    return mock.patch.object(mesh, "is_supported", lambda: False)
 
 
 def data_of_unequal_length() -> None:

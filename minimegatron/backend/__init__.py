@@ -5,16 +5,15 @@
 
 Megatron has no counterpart: NCCL moves tensors between GPUs.
 
-In the order to read it: `slots`, `slots` (who may write where), `handshake` and `connecting`
-(who is there), `backlog` (what a full socket does not take), `epochs`, `incoming`, `channels` (tensors
-between two ranks), `waiting` (who reads), `mesh` (between all ranks of a group), `works` and `futures`
-(handles), `gloo_inside` (what is large), `group` (what torch calls).
+In the order to read it: `slots` (who may write where), `handshake` (who is there), `backlog` (what a
+full socket does not take), `incoming`, `channels` (tensors between two ranks), `waiting` (who reads),
+`mesh` (between all ranks of a group), `works` (handles), `gloo_works`, `gloo_inside` (what is large),
+`group` (what torch calls), `registering` (the name that torch knows).
 """
 
-from minimegatron.backend.connecting import get_timeout
-from minimegatron.backend.group import SharedMemoryGroup
+from minimegatron.backend.group import NAME, SharedMemoryGroup, in_place_of, is_available
 from minimegatron.backend.incoming import WireError
-from minimegatron.backend.registering import NAME, in_place_of, is_available
+from minimegatron.backend.mesh import get_timeout
 from minimegatron.backend.torch_names import METHODS
 from minimegatron.backend.works import SharedMemoryWork
 

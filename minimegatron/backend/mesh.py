@@ -1,4 +1,4 @@
-"""What the ranks of a group do over shared memory: each collective in one exchange of messages.
+"""The ranks of a group are connected, and each collective is one exchange of messages in shared memory.
 
 Every rank sends its part to each rank that needs it, and combines what it gets in the order of the
 ranks, so that all ranks get the same bits. In an all-reduce over t ranks that is (t - 1) n bytes sent
@@ -9,11 +9,15 @@ All tensors here are on the CPU or on a device that ranks share; shared memory h
 Megatron has no counterpart.
 """
 
+import json
+import resource
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from minimegatron.backend.channels import (
     COPIED,
@@ -23,7 +27,9 @@ from minimegatron.backend.channels import (
     PendingReceive,
     Sent,
 )
+from minimegatron.backend.handshake import is_supported, meet
 from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP, WireError
+from minimegatron.backend.slots import Arena
 from minimegatron.backend.waiting import reader
 from minimegatron.backend.works import ReceivedFromAny, SentWork, SharedMemoryWork
 
@@ -289,3 +295,57 @@ def _combine(
         target.copy_(combine(first.to(target.device), last.to(target.device)))
     if op == "AVG":
         target.div_(len(parts))
+
+
+# -- The connections --
+
+Connections = dict[int, Connection]
+
+
+def get_timeout(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective or a message of `group` gives up, as the group was told."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Connections | None:
+    """Connects this rank with all others of a group that has a store and nothing else yet.
+
+    Collective. Returns the connections by rank; or None on every rank if the group spans hosts or
+    containers, or if a rank has no memory to share, as on another system than Linux. Raises
+    ConnectionError, naming the rank, if one does not come in time.
+    """
+
+    def gather(mine: list) -> list[list]:
+        store.set(f"address of {rank}", json.dumps(mine))
+        return [json.loads(_read(store, other, timeout)) for other in range(size)]
+
+    # A rank without memory says so to the others: all of them must come to the same answer.
+    arena, seconds = _new_arena() if is_supported() else None, timeout.total_seconds()
+    descriptor = None if arena is None else arena.descriptor
+    lower, higher = list(range(rank)), list(range(rank + 1, size))
+    found = meet(rank, gather, lower, higher, descriptor, seconds)
+    if found is None:
+        return None
+    met = found[0] | found[1]
+    return {peer: Connection(met[peer], arena, peer, seconds) for peer in met}
+
+
+def _read(store: dist.Store, rank: int, timeout: timedelta) -> bytes:
+    key = f"address of {rank}"
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:  # DistStoreError is one
+        raise ConnectionError(
+            f"rank {rank} of the group has not come within {timeout.total_seconds():g} s: {error}"
+        ) from error
+    return store.get(key)
+
+
+def _new_arena() -> Arena | None:
+    """None where a container's rules, or its limits on files, leave no memory to share."""
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return None
+    try:
+        return Arena()
+    except OSError:
+        return None

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.call_attributes import of_collective
 from minimegatron.core.collectives import Done, Pending
-from minimegatron.core.tracing import traced
+from minimegatron.core.tracing import of_collective, traced
 
 __all__ = ["all_to_all", "pass_to_next"]
 

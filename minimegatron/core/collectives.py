@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.call_attributes import of_collective
-from minimegatron.core.tracing import traced
+from minimegatron.core.tracing import of_collective, traced
 from minimegatron.exports import all_of
 
 # What moves rows between single ranks: experts and rings ask for it.

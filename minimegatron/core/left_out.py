@@ -9,6 +9,7 @@ else. A field of a configuration that is left out can still be read: it has Mega
 
 import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -22,7 +23,7 @@ from minimegatron.core.left_out_record import (
     names_by_module,
     without_left_out,
 )
-from minimegatron.late_modules import put_stand_ins
+from minimegatron.exports import put_stand_ins
 
 # -- Modules --
 
@@ -30,7 +31,8 @@ from minimegatron.late_modules import put_stand_ins
 class OurModules:
     """Finds this package's modules, as Python would, and does two things around their run.
 
-    A package gets its stand-ins before; recorded names are wrapped after.
+    A package gets its stand-ins before; recorded names are wrapped after. An old name, of a module that
+    has moved, leads to the new one.
 
     `minimegatron/__init__.py` puts it at the beginning of `sys.meta_path`.
     """
@@ -43,7 +45,9 @@ class OurModules:
         if not fullname.startswith("minimegatron."):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is SourceFileLoader:
+        if spec is None:
+            return importlib.import_module("minimegatron.moved").spec_of_old(fullname)
+        if type(spec.loader) is SourceFileLoader:
             spec.loader = _OurLoader(spec.loader.name, spec.loader.path)
         return spec
 

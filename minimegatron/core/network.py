@@ -7,12 +7,26 @@ inherited `GLOO_SOCKET_IFNAME` from another machine. Ranks of one machine need n
 loopback.
 """
 
+import contextlib
+import os
 import socket
 from collections.abc import MutableMapping
+from pathlib import Path
 
 LOOPBACKS = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
 INTERFACES = "GLOO_SOCKET_IFNAME"
 """Names of network interfaces, with commas between them; gloo takes no others."""
+
+
+def machine_id() -> str:
+    """The same for processes that see each other's files and process numbers, and for no others."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    for namespace in ("pid", "mnt"):
+        with contextlib.suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{namespace}"))
+    return " ".join(parts)
 
 
 def loopback_address() -> str:

@@ -30,7 +30,7 @@ have a loss each. An expert sees the tokens of several of them, and adds up what
 from dataclasses import dataclass
 from typing import Any
 
-from minimegatron.core.util_checks import Kinds
+from minimegatron.core import util_checks
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class ParameterKind:
     """Ranks that together have every parameter of the kind: norms are summed over them."""
 
 
-KINDS = Kinds(
-    dense=ParameterKind(tensor="tp", reduce="dp_cp", model="mp"),
-    expert=ParameterKind(tensor="expt_tp", reduce="expt_dp", model="tp_ep_pp"),
-)
+KINDS = {
+    "dense": ParameterKind(tensor="tp", reduce="dp_cp", model="mp"),
+    "expert": ParameterKind(tensor="expt_tp", reduce="expt_dp", model="tp_ep_pp"),
+}
 """A further kind is added here, on every rank; its parameters have the attribute `kind`, its name."""
 
 
 def kind_of(param: Any) -> ParameterKind:
     """Raises ValueError for a `param.kind` that is not in `KINDS`."""
-    name = "dense" if getattr(param, "allreduce", True) else "expert"
-    return KINDS[getattr(param, "kind", name)]
+    name = getattr(param, "kind", "dense" if getattr(param, "allreduce", True) else "expert")
+    return KINDS.get(name) or util_checks.refuse_kind(name, KINDS)
 
 
 def tensor_group(param: Any, pg_collection: Any) -> Any:

@@ -1,9 +1,9 @@
-"""What the helpers of `core.utils` refuse; a dictionary that refuses unknown kinds of parameters.
+"""What the helpers of `core.utils` and of `core.parameter` refuse.
 
 Torch-free. Megatron has no counterpart.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 
@@ -34,9 +34,6 @@ def refuse_graph_of(backward: Callable) -> NoReturn:
     )
 
 
-class Kinds(dict):
-    """Kinds of parameters by name; see `core.parameter`."""
-
-    def __missing__(self, name: str) -> Any:
-        """Raises ValueError with the names that there are."""
-        raise ValueError(f"no kind of parameter is called {name!r}; use {', '.join(self)}")
+def refuse_kind(name: str, kinds: Iterable[str]) -> NoReturn:
+    """Raises ValueError with the kinds of parameters that there are."""
+    raise ValueError(f"no kind of parameter is called {name!r}; use {', '.join(kinds)}")

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import IO
 
 import torch.distributed as dist
 
+from minimegatron.core import network
 from minimegatron.doctor.folders import lock_of, make_folder
 from minimegatron.doctor.inquiry import offer_answers
 from minimegatron.doctor.observer import start_recording
@@ -70,7 +70,7 @@ def watch_ranks(hang_timeout: float, head_address: str = "localhost") -> None:
     if world_size == 1 or _watched is not None:
         return
     machines: list = [None] * world_size
-    dist.all_gather_object(machines, machine_id())
+    dist.all_gather_object(machines, network.machine_id())
     mine = [other for other in range(world_size) if machines[other] == machines[rank]]
     first_ranks = sorted({machines.index(machine) for machine in machines})
 
@@ -118,17 +118,6 @@ def stop_watching() -> None:
     watched.thread.join(JOIN_SECONDS)
     if not watched.thread.is_alive():
         os.close(watched.pipe)
-
-
-def machine_id() -> str:
-    """The same for processes that see each other's files and process numbers, and for no others."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    for namespace in ("pid", "mnt"):
-        with contextlib.suppress(OSError):
-            parts.append(os.readlink(f"/proc/self/ns/{namespace}"))
-    return " ".join(parts)
 
 
 def _start_watchman(

@@ -21,9 +21,8 @@ from minimegatron.core.pipeline_parallel.interleaving_checks import check_interl
 from minimegatron.core.rerun.states import ResultTracker
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training import checkpoint_args, checkpoint_folder
+from minimegatron.training import captured_step, checkpoint_args, checkpoint_folder
 from minimegatron.training.argument_utils import flag_name, flags_by_name
-from minimegatron.training.captured_step import check_graph
 from minimegatron.training.config import SECTIONS
 from minimegatron.training.pipeline_schedule import (
     check_order,
@@ -414,6 +413,11 @@ def check_backend(args: argparse.Namespace) -> None:
         )
 
 
+def _check_graph(args: argparse.Namespace) -> None:
+    if args.cuda_graph_impl != "none":
+        captured_step.check_graph(args)
+
+
 CHECKS: tuple[typing.Callable[[argparse.Namespace], None], ...] = (
     check_model,
     check_batch,
@@ -423,7 +427,7 @@ CHECKS: tuple[typing.Callable[[argparse.Namespace], None], ...] = (
     check_checkpoint,
     check_tensorboard,
     check_tracing,
-    check_graph,
+    _check_graph,
     check_reruns,
     _check_stragglers,
 )

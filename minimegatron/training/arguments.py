@@ -29,7 +29,7 @@ from minimegatron.core.orders import orders
 from minimegatron.core.subject_fields import enter_hooks
 from minimegatron.core.transformer import pipeline_parallel_layer_layout
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training import checkpoint_args, params_norm
+from minimegatron.training import captured_step, checkpoint_args, params_norm
 from minimegatron.training.argument_checks import (
     CHECKS,
     batch_sizes,
@@ -43,12 +43,11 @@ from minimegatron.training.argument_utils import (
     in_flags,
     refuse_unknown,
 )
-from minimegatron.training.captured_step import graph_impl
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.devices import give_memory_back
 from minimegatron.training.families import check_family
 from minimegatron.training.function_checks import check_args_provider
-from minimegatron.training.old_flags import add_old_flags, check_old_flags, print_old_flags
+from minimegatron.training.older_arguments import add_old_flags, check_old_flags, print_old_flags
 from minimegatron.training.pipeline_schedule import registered_name
 from minimegatron.training.schedule_args import samples_in
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
@@ -157,7 +156,8 @@ def derive(args: argparse.Namespace) -> None:
         args.check_for_nan_in_loss_and_grad = False
     if args.pipeline_schedule is not None:
         args.pipeline_schedule = registered_name(args.pipeline_schedule)
-    args.cuda_graph_impl = graph_impl(args)
+    if args.enable_cuda_graph or args.cuda_graph_scope or args.cuda_graph_impl != "none":
+        args.cuda_graph_impl = captured_step.graph_impl(args)
     args.virtual_pipeline_model_parallel_size = _num_chunks(args)
     if args.overlap_p2p_comm is None:
         args.overlap_p2p_comm = args.virtual_pipeline_model_parallel_size is not None

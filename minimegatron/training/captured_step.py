@@ -15,8 +15,8 @@ import torch
 from minimegatron.core import full_cuda_graph
 from minimegatron.core.utils import device_is_asynchronous
 from minimegatron.training.config import Arguments
-from minimegatron.training.datasets.label_check import check_labels
 from minimegatron.training.global_vars import get_args
+from minimegatron.training.result_checks import check_labels
 from minimegatron.training.utils import print_rank_0
 
 FULL_ITERATION = "full_iteration"

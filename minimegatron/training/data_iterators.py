@@ -14,8 +14,11 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.utils import get_device
-from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
-from minimegatron.training.datasets.end_of_data import SPLITS, used_up
+from minimegatron.training.datasets.data_samplers import (
+    SPLITS,
+    build_pretraining_data_loader,
+    used_up,
+)
 from minimegatron.training.function_checks import check_datasets
 from minimegatron.training.global_vars import get_args, get_train_state
 from minimegatron.training.reruns import with_replay

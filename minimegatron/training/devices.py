@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minimegatron.core.utils import device_is_asynchronous, get_device
+from minimegatron.training import captured_step
 from minimegatron.training.utils import print_rank_0
 
 FUSED = [
@@ -177,6 +178,13 @@ def has_fused_attention(head_size: int, dtype: torch.dtype) -> bool:
     except RuntimeError:  # "No available kernel"
         return False
     return True
+
+
+def describe_device(args: Any, dtype: torch.dtype) -> None:
+    """Prints, once, what is slow on this device, and what a CPU has in place of a CUDA graph."""
+    warn_of_slow_attention(args.hidden_size // args.num_attention_heads, dtype)
+    if args.cuda_graph_impl != "none":
+        captured_step.describe_graph(args)
 
 
 def warn_of_slow_attention(head_size: int, dtype: torch.dtype) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.doctor import session
 from minimegatron.training import failures
 
 DESTROY_SECONDS = 20.0
@@ -44,7 +43,6 @@ def _end(pid: int) -> None:
         return
     failures.stop_watching()
     failures.stop_watching_launcher()
-    session.stop_watching()
     if dist.is_initialized():
         # Groups wait for what is under way. A watchdog, which needs no Python, shows the stacks and
         # ends the process with 1 where that never completes.

@@ -33,13 +33,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from minimegatron.core import parallel_state
+from minimegatron import doctor
+from minimegatron.core import dist_checkpointing, network, parallel_state
 from minimegatron.core.datasets import atomic_file
 from minimegatron.core.datasets.utils import DataError
-from minimegatron.core.dist_checkpointing import core
 from minimegatron.core.output import keep_printing
 from minimegatron.core.utils import barrier
-from minimegatron.doctor import processes, session
 
 LOOK_SECONDS = 1.0
 """How often the watching thread looks for peers that died unannounced."""
@@ -76,9 +75,8 @@ class Identity:
 
     def is_gone(self) -> bool:
         """True once the process has ended, even if nobody has collected it yet."""
-        seen = processes.sample(
-            self.pid
-        )  # None where the system does not tell: zombies pass for alive
+        # None where the system does not tell: zombies pass for alive.
+        seen = doctor.processes.sample(self.pid)
         return seen is not None and seen.letter in "ZX"
 
 
@@ -94,7 +92,7 @@ def identify() -> Identity:
         host=socket.gethostname(),
         pid=os.getpid(),
         cp=parallel_state.get_context_parallel_rank() if shares_sequences else None,
-        machine=session.machine_id(),
+        machine=network.machine_id(),
     )
 
 
@@ -152,7 +150,7 @@ class PeerWatch:
 
     def end_after(self, error: BaseException) -> None:
         """Reports `error`, or the lost peer behind it, and ends this process. Does not return."""
-        if isinstance(error, core.CheckpointingException):
+        if isinstance(error, dist_checkpointing.core.CheckpointingException):
             is_first = self.me.rank == 0
             text = f"minimegatron: {error}\n" if is_first else ""
             self._end(text, 1, linger=0.0 if is_first else LINGER_SECONDS)

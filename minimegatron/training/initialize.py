@@ -17,9 +17,8 @@ import torch.distributed as dist
 from minimegatron.core import parallel_state, tensor_parallel
 from minimegatron.exports import lazily
 from minimegatron.training.arguments import params_dtype, parse_args
-from minimegatron.training.captured_step import describe_graph
 from minimegatron.training.config import Arguments
-from minimegatron.training.devices import warn_of_slow_attention
+from minimegatron.training.devices import describe_device
 from minimegatron.training.global_vars import get_train_state, set_global_variables
 from minimegatron.training.pipeline_schedule import pipeline_placement
 from minimegatron.training.process_group import connected, refused_by_all
@@ -53,9 +52,8 @@ def initialize_megatron(
         make_rerun_state_machine(args, os.environ.get("SLURM_JOBID", "N/A"))
     set_global_variables(args)
     _initialize_distributed(args, get_embedding_ranks, get_position_embedding_ranks)
-    warn_of_slow_attention(args.hidden_size // args.num_attention_heads, params_dtype(args))
+    describe_device(args, params_dtype(args))
     get_train_state().iterations_to_skip = iterations_to_skip(args)
-    describe_graph(args)
     print_rank_0(f"> setting random seeds to {args.seed} ...")
     set_random_seed(args.seed, args.data_parallel_random_init)
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from minimegatron import launching
 from minimegatron.core.orders import lowering, orders, planned_schedule, runnable
 from minimegatron.core.orders.placement import Placement
 from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from minimegatron.launching import user_file
 from minimegatron.planner import unreceived
-from minimegatron.training.captured_step import FULL_ITERATION, captured
+from minimegatron.training import captured_step
 from minimegatron.training.global_vars import get_args
 
 FLAG = "--pipeline-schedule"
@@ -35,7 +35,7 @@ def registered_name(schedule: str) -> str:
             raise ValueError(
                 f"{FLAG}: {error}; FILE.py:FUNCTION names one of your own, which it registers"
             ) from None
-    function = user_file.load_user_function(schedule, FLAG, "user_schedule")
+    function = launching.user_file.load_user_function(schedule, FLAG, "user_schedule")
     found = orders.schedule_of(function)
     if found.order is not function:
         raise ValueError(
@@ -52,16 +52,17 @@ def pipeline_placement(args: Any) -> Placement | None:
     return None if args.pipeline_schedule is None else orders.placement_of(args)
 
 
-def schedule_of_run(wrap: Callable[[Callable], Callable] | None = None) -> Callable:
-    """The function that runs this run's steps; see `get_forward_backward_func`. `wrap` puts its own
-    around it.
+def schedule_of_run() -> Callable:
+    """The function that runs this run's steps without training; see `get_forward_backward_func`."""
+    return in_wrappers(get_forward_backward_func(pipeline_schedule=get_args().pipeline_schedule))
 
-    With `--cuda-graph-impl full_iteration` it is wrapped in a `FullCudaGraphWrapper`.
-    """
-    function = get_forward_backward_func(pipeline_schedule=get_args().pipeline_schedule)
-    if get_args().cuda_graph_impl == FULL_ITERATION:
-        function = captured(function)
-    return function if wrap is None else wrap(function)
+
+def in_wrappers(schedule: Callable, wrap: Callable[[Callable], Callable] | None = None) -> Callable:
+    """The schedule itself; with `--cuda-graph-impl full_iteration` in a `FullCudaGraphWrapper`; and in
+    what `wrap`, if it is given, puts around that."""
+    if get_args().cuda_graph_impl != "none":
+        schedule = captured_step.captured(schedule)
+    return schedule if wrap is None else wrap(schedule)
 
 
 def smallest_num_microbatches() -> int:
@@ -102,7 +103,7 @@ def check_order(args: Any, num_microbatches: int, forward_only: bool = False) ->
     try:
         runnable.require_runnable(lowering.common_order(config))
     except Exception as error:  # the order is the user's: it may raise anything
-        line = user_file.place_in(error, _files.get(name))
+        line = launching.user_file.place_in(error, _files.get(name))
         cause = str(error) if line is None else f"{line}: {type(error).__name__}: {error}"
         raise ValueError(
             f"{FLAG} {name} over --pipeline-model-parallel-size {config.pp_size} with "

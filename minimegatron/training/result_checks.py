@@ -1,13 +1,16 @@
-"""Looks at the loss of every microbatch, on the rank and at the moment it arises.
+"""Looks at each microbatch: at its labels when they are read, at its loss when it arises.
 
-Counterpart: the end of `loss_func` in Megatron's `pretrain_gpt.py`. Gradients are looked at in
-their buckets, by `DistributedDataParallel`.
+Counterpart: the end of `loss_func` in Megatron's `pretrain_gpt.py`; it does not look at labels.
+Gradients are looked at in their buckets, by `DistributedDataParallel`.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 
+from minimegatron.core.datasets.utils import DataError
+from minimegatron.core.models.common.language_module.labels import label_without_logit
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.training import result_words
 from minimegatron.training.global_vars import get_args
@@ -44,3 +47,17 @@ def check_loss(loss: torch.Tensor, model: torch.nn.Module | None) -> None:
 
 def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
     return ~torch.isfinite(loss)
+
+
+def check_labels(sample: Mapping[str, torch.Tensor] | None, vocab_size: int | None) -> None:
+    """Raises DataError if a label is not a token of the vocabulary, though its "loss_mask" is not 0.
+
+    Give `args.unpadded_vocab_size`. The rows behind it have logits too, and would learn to be
+    predicted; Megatron takes such a label without a word. This is for what a loader has made, where it
+    still is on the CPU.
+    """
+    if vocab_size is None or sample is None or not {"labels", "loss_mask"} <= sample.keys():
+        return
+    problem = label_without_logit(sample["labels"], sample["loss_mask"], vocab_size)
+    if problem is not None:
+        raise DataError(problem)

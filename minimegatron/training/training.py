@@ -33,6 +33,7 @@ from minimegatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
 )
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_model_config, or_one
@@ -51,7 +52,7 @@ from minimegatron.training.function_checks import check_functions, takes
 from minimegatron.training.global_vars import get_args, get_timers, get_train_state
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.model_setup import setup_model_and_optimizer
-from minimegatron.training.pipeline_schedule import schedule_of_run
+from minimegatron.training.pipeline_schedule import in_wrappers
 from minimegatron.training.progress import Progress, describe_model, training_log
 from minimegatron.training.reruns import keep_state_for_reruns, skip_iteration
 from minimegatron.training.utils import (
@@ -211,8 +212,9 @@ def train(
     for chunk in model:
         chunk.train()
     _connect_schedule(config, model, optimizer)
-    # What `get_forward_backward_func` gives for the sizes of the run, in the caller's wrapper if any.
-    forward_backward_func = schedule_of_run(wrap_forward_backward_func)
+    # The schedule for the sizes of the run, or the one that was named; in the caller's wrapper, if any.
+    schedule = get_forward_backward_func(pipeline_schedule=args.pipeline_schedule)
+    forward_backward_func = in_wrappers(schedule, wrap_forward_backward_func)
 
     describe_more = partial(describe_model, config, model)
     with Progress(args.train_iters, state.iteration, describe_more) as progress:

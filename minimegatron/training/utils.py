@@ -16,7 +16,7 @@ from minimegatron.core.transformer.part_of_batch import get_batch_on_this_cp_ran
 from minimegatron.core.utils import get_device
 from minimegatron.exports import all_of
 from minimegatron.training import batch_checks, report_checks
-from minimegatron.training.datasets.label_check import check_labels
+from minimegatron.training.result_checks import check_labels
 
 __getattr__, __dir__ = all_of(__name__, "minimegatron.training.one_rank")
 

@@ -6,8 +6,8 @@ Megatron has no counterpart.
 import contextlib
 from collections.abc import Iterator
 
+from minimegatron import tracing
 from minimegatron.core.straggler_detector import StragglerDetector
-from minimegatron.tracing import pace, recorder
 from minimegatron.training.failures import identify
 from minimegatron.training.global_vars import get_args
 from minimegatron.training.utils import print_rank_0
@@ -22,7 +22,9 @@ def watched() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if args.pace_forward_ms is not None:
             layers = {name: getattr(args, f"pace_{name}") for name in OF_LAYERS}
-            stack.enter_context(pace.pace(args.pace_forward_ms, args.pace_backward_ms, **layers))
+            stack.enter_context(
+                tracing.pace.pace(args.pace_forward_ms, args.pace_backward_ms, **layers)
+            )
             print_rank_0(
                 f"> paced: every forward takes {args.pace_forward_ms:g} ms and every backward "
                 f"{args.pace_backward_ms:g} ms, or longer; times mean nothing else"
@@ -31,7 +33,7 @@ def watched() -> Iterator[None]:
             stack.enter_context(stragglers_timed())
         if args.trace is not None:
             run = stack.enter_context(
-                recorder.trace(
+                tracing.recorder.trace(
                     args.trace, first_step=args.trace_first_step, num_steps=args.trace_num_steps
                 )
             )

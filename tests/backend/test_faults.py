@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend import NAME, connecting, handshake
+from minimegatron.backend import NAME, handshake, mesh
 from tests.backend.lone_processes import Job, run_mortal
 from tests.backend.shm_groups import make_group, needs_shared_memory, refusal, run_case
 
@@ -268,11 +268,9 @@ def use_group(group: dist.ProcessGroup) -> None:
 def refuse(how: str):
     """A context in which this process has no memory to share, or is like no other."""
     if how == "other system":
-        return mock.patch.object(connecting, "is_supported", lambda: False)
+        return mock.patch.object(mesh, "is_supported", lambda: False)
     if how == "memory refused":
-        return mock.patch.object(
-            connecting, "Arena", mock.Mock(side_effect=PermissionError(1, "no"))
-        )
+        return mock.patch.object(mesh, "Arena", mock.Mock(side_effect=PermissionError(1, "no")))
     if how == "other boot id":
         return mock.patch.object(handshake, "_host", lambda *_: ("other", os.getpid()))
     raise ValueError(how)
@@ -349,7 +347,7 @@ def make_group_among(hellos: list[bytes | None], has_few_files: bool) -> tuple[l
 
     Returns the warnings of this rank, and whether any stranger was answered.
     """
-    rank, last, read = dist.get_rank(), dist.get_world_size() - 1, connecting._read
+    rank, last, read = dist.get_rank(), dist.get_world_size() - 1, mesh._read
     strangers: list[socket.socket] = []
 
     def read_slowly(store: dist.Store, other: int, timeout: timedelta) -> bytes:
@@ -366,7 +364,7 @@ def make_group_among(hellos: list[bytes | None], has_few_files: bool) -> tuple[l
         num_files = len(os.listdir("/proc/self/fd")) + handshake._MAX_SILENT + 40
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, most))
     with (
-        mock.patch.object(connecting, "_read", read_slowly),
+        mock.patch.object(mesh, "_read", read_slowly),
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always")

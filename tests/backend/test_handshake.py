@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from minimegatron.backend import connecting, handshake
-from minimegatron.backend.connecting import connect
+from minimegatron.backend import handshake, mesh
+from minimegatron.backend.mesh import connect
 from minimegatron.backend.slots import Arena
 
 SECRET = b"s" * 16
@@ -85,9 +85,9 @@ def test_b1_a_container_may_forbid_memory_without_a_name(monkeypatch, limit):
     def forbidden() -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    assert isinstance(connecting._new_arena(), Arena)
+    assert isinstance(mesh._new_arena(), Arena)
     if limit == "system call":
-        monkeypatch.setattr(connecting, "Arena", forbidden)
+        monkeypatch.setattr(mesh, "Arena", forbidden)
     else:
-        monkeypatch.setattr(connecting.resource, "getrlimit", lambda which: (4096, 4096))
-    assert connecting._new_arena() is None
+        monkeypatch.setattr(mesh.resource, "getrlimit", lambda which: (4096, 4096))
+    assert mesh._new_arena() is None

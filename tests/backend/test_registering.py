@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import minimegatron.backend
-from minimegatron.backend import registering
+from minimegatron.backend import group
 from minimegatron.backend.gloo_inside import make_gloo
 from tests.ranks import run_ranks
 
@@ -25,12 +25,12 @@ def sum_in_a_group() -> tuple[float, str, list[str]]:
 
 
 def sum_where_torch_lacks_a_method() -> tuple[float, str, list[str]]:
-    registering.why_not = lambda: "torch 9.9 has no ProcessGroup._register_backend"
+    group.why_not = lambda: "torch 9.9 has no ProcessGroup._register_backend"
     return sum_in_a_group()
 
 
 def test_this_torch_can():
-    assert registering.why_not() is None and minimegatron.backend.is_available()
+    assert group.why_not() is None and minimegatron.backend.is_available()
     for total, kind, _ in run_ranks(sum_in_a_group, 2):
         assert (total, kind) == (2.0, "SharedMemoryGroup")
 
@@ -45,7 +45,7 @@ def test_a_torch_that_cannot_has_gloo_and_one_sentence():
 
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.delattr(dist.ProcessGroupGloo, "create_default_device")
-    words = registering.why_not()
+    words = group.why_not()
     assert words == f"torch {torch.__version__} has no ProcessGroupGloo.create_default_device"
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.backend.group import MAX_BYTES
-from minimegatron.core import call_attributes, collectives, parallel_state
+from minimegatron.core import collectives, parallel_state, tracing
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -340,4 +340,4 @@ def test_lanes_of_no_step_are_counted_where_groups_know_steps(kind):
 def test_none_is_named(tensor, group):
     name = "tensor" if tensor is None else "group"
     with pytest.raises(TypeError, match=f"a collective needs a {name}, and got None"):
-        call_attributes.of_collective({"tensor": tensor, "group": group})
+        tracing.of_collective({"tensor": tensor, "group": group})

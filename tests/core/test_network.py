@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from minimegatron.core import network
 from minimegatron.doctor import machines
-from minimegatron.training import initialize, process_group, rendezvous
+from minimegatron.training import initialize, process_group
 
 MINUTE = timedelta(minutes=1)
 
@@ -62,10 +62,10 @@ def test_b6_a_pods_variables_are_named_before_the_wait(monkeypatch, capsys):
         said.append(text)
         raise dist.DistNetworkError("The client socket has timed out\nframe #0: ...")
 
-    monkeypatch.setattr(rendezvous, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(rendezvous, "rendezvous", wait)
+    monkeypatch.setattr(process_group, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(process_group, "rendezvous", wait)
     with pytest.raises(ConnectionError) as caught:
-        rendezvous.find_each_other(3, 8, MINUTE)
+        process_group.find_each_other(3, 8, MINUTE)
     assert "rank 3 waits for the others at 127.0.0.1:1, for at most 1 minutes" in said[0]
     assert "RANK 3, WORLD_SIZE 8: to train in one process, unset RANK, WORLD_SIZE" in said[0]
     assert str(caught.value) == (
@@ -79,10 +79,10 @@ def test_b6_ranks_that_find_each_other_at_once_say_nothing(monkeypatch, capsys):
         monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )
     store = dist.HashStore()
-    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
-    monkeypatch.setattr(rendezvous, "fresh_store", lambda store, *_: store)
-    monkeypatch.setattr(rendezvous, "SILENT_SECONDS", 600.0)
-    assert rendezvous.find_each_other(1, 2, MINUTE) is store
+    monkeypatch.setattr(process_group, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    monkeypatch.setattr(process_group, "fresh_store", lambda store, *_: store)
+    monkeypatch.setattr(process_group, "SILENT_SECONDS", 600.0)
+    assert process_group.find_each_other(1, 2, MINUTE) is store
     assert capsys.readouterr().err == ""
     assert not any(isinstance(one, threading.Timer) for one in threading.enumerate())
 
@@ -99,7 +99,7 @@ def test_b6_without_torchrun_every_process_says_why_it_refuses(monkeypatch, caps
 def test_b6_a_missing_address_is_named(monkeypatch):
     launched_by_hand(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="", MASTER_PORT="x")
     with pytest.raises(ValueError, match=r"MASTER_ADDR is '' and MASTER_PORT 'x'.*torchrun"):
-        rendezvous.find_each_other(1, 2, MINUTE)
+        process_group.find_each_other(1, 2, MINUTE)
 
 
 def test_b7_a_name_that_nobody_knows_is_refused_before_the_wait(monkeypatch):
@@ -112,9 +112,9 @@ def test_b7_a_name_that_nobody_knows_is_refused_before_the_wait(monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr(rendezvous, "rendezvous", refuse_to_wait)
+    monkeypatch.setattr(process_group, "rendezvous", refuse_to_wait)
     with pytest.raises(ValueError, match=r"MASTER_ADDR is 'pod-7f'.*--local-addr 127\.0\.0\.1"):
-        rendezvous.find_each_other(1, 2, MINUTE)
+        process_group.find_each_other(1, 2, MINUTE)
 
 
 @pytest.mark.parametrize("there", [["127.0.0.1", "::1"], ["::1"], []])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minimegatron import pretrain_bert, pretrain_gpt, pretrain_mamba, pretrain_t5, train_rl
-from minimegatron.core import straggler_detector, straggler_times, timer_reports, utils
+from minimegatron.core import straggler_detector, timer_reports, utils
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.parallel_state import get_pipeline_model_parallel_rank
 from minimegatron.core.straggler_detector import StragglerDetector
@@ -51,7 +51,7 @@ def forward(seconds: float) -> None:
 
 def report_of(monkeypatch, rows: list[list[float]], mmcnt: int = 1, flops: float = 0.0) -> str:
     """What rank 0 prints where the ranks' rows are `rows`: forward, data, stage, tp."""
-    monkeypatch.setattr(straggler_times, "gather_rows", lambda row: torch.tensor(rows))
+    monkeypatch.setattr(straggler_detector, "gather_rows", lambda row: torch.tensor(rows))
     turn_on(mmcnt=mmcnt, coordinates={"stage": 0, "tp": 0})
     stimer.world = len(rows)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -84,7 +84,7 @@ def test_off_it_takes_every_call_and_enters_five_functions(monkeypatch):
     monkeypatch.setattr(
         timer_reports.time, "perf_counter", lambda: pytest.fail("looked at the clock")
     )
-    monkeypatch.setattr(straggler_times, "gather_rows", lambda row: pytest.fail("gathered"))
+    monkeypatch.setattr(straggler_detector, "gather_rows", lambda row: pytest.fail("gathered"))
     assert not stimer.enabled
     stimer.start()
     stimer.start()
@@ -92,7 +92,7 @@ def test_off_it_takes_every_call_and_enters_five_functions(monkeypatch):
     stimer.reset()
     assert stimer.elapsed() == (0.0, 0.0)
     assert stimer.report(1e12, 10) is False
-    files, entered = (straggler_detector.__file__, straggler_times.__file__), []
+    files, entered = (straggler_detector.__file__, straggler_detector.__file__), []
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename in files:

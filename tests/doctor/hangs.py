@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend import connecting
+from minimegatron.backend import mesh
 from minimegatron.core import parallel_state
 from minimegatron.core.collectives import (
     all_gather,
@@ -308,7 +308,7 @@ def swallowed_exception(group: dist.ProcessGroup | None = None) -> None:
 
 def swallowed_exception_over_gloo() -> None:
     """Over gloo's network nobody can be told that a rank has given up."""
-    with mock.patch.object(connecting, "is_supported", lambda: False):
+    with mock.patch.object(mesh, "is_supported", lambda: False):
         swallowed_exception(dist.new_group())
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minimegatron.core import call_attributes, tracing
+from minimegatron.core import tracing
 from minimegatron.core.pipeline_parallel.p2p_communication import (
     Started,
     TensorMessage,
@@ -68,12 +68,12 @@ def all_reduce(group: Group, tensor: torch.Tensor, **more) -> Call:
 
 def start(group: Group, message: TensorMessage) -> Call:
     arguments = {"self": SimpleNamespace(pp_group=group), "message": message}
-    return call("p2p-start", arguments, **call_attributes.of_message(arguments))
+    return call("p2p-start", arguments, **tracing.of_message(arguments))
 
 
 def wait(message: TensorMessage, number: int = 0) -> Call:
     arguments = {"handle": Started(message, None, 0, number, ())}
-    return call("p2p-wait", arguments, **call_attributes.of_message_wait(arguments))
+    return call("p2p-wait", arguments, **tracing.of_message_wait(arguments))
 
 
 def test_a_record_is_small_and_absent_before_it_is_whole(path):

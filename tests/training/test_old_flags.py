@@ -17,7 +17,7 @@ from minimegatron.core.datasets.indexed_dataset import IndexedDataset
 from minimegatron.core.datasets.stdlib_sentences import documents_of_stdlib
 from minimegatron.core.datasets.wordpiece_tokenizer import build_wordpiece
 from minimegatron.training.arguments import parse_args
-from minimegatron.training.old_flags import print_old_flags
+from minimegatron.training.older_arguments import print_old_flags
 from tests.training.launch_script import GPUS_PER_NODE, SCRIPT, script
 from tests.training.test_bad_configs import launcher_environment, run_main
 

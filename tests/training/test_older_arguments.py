@@ -20,8 +20,7 @@ from minimegatron.training.evaluation import evaluate, evaluate_and_print_result
 from minimegatron.training.global_vars import destroy_global_vars
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.model_setup import get_model
-from minimegatron.training.old_flags import print_old_flags
-from minimegatron.training.older_arguments import OLDER_ARGUMENTS, VALUES
+from minimegatron.training.older_arguments import OLDER_ARGUMENTS, VALUES, print_old_flags
 from minimegatron.training.params_norm import calc_params_l2_norm
 from minimegatron.training.schedule_args import samples_in
 from tests.ranks import run_ranks

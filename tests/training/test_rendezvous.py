@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from minimegatron.training.rendezvous import fresh_store
+from minimegatron.training.process_group import fresh_store
 
 MINUTE = timedelta(minutes=1)
 

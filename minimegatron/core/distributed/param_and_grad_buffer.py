@@ -23,15 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import call_attributes
+from minimegatron.core import tracing
 from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, new_lane, reduce_scatter
 from minimegatron.core.distributed import grad_checks
 from minimegatron.core.distributed.buffer_layout import BufferLayout, lay_out_buffer  # noqa: F401  asked here too
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.rerun import current
-from minimegatron.core.rerun_state_machine import RerunMode
+from minimegatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import device_is_asynchronous
@@ -113,7 +112,7 @@ class _ParamAndGradBucketGroup:
         self.params_with_grad.clear()
         self.grad_reduce_handles = None
         # Who judges the gradients, and whether a look at a number would stop the program.
-        self._machine, self.is_asynchronous = current.machine, device_is_asynchronous()
+        self._machine, self.is_asynchronous = get_rerun_state_machine(), device_is_asynchronous()
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:
         """Notes that `param.main_grad` is complete; launches the groups that are now due.
@@ -141,7 +140,7 @@ class _ParamAndGradBucketGroup:
         is_complete = len(self.params_with_grad) == len(self.params)
         return is_complete and is_its_turn and self.grad_reduce_handles is None
 
-    @traced("bucket-launch", call_attributes.of_bucket_launch)
+    @traced("bucket-launch", tracing.of_bucket_launch)
     def start_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Launches one collective per bucket, without waiting for any.
 

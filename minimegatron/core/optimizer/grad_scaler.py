@@ -9,7 +9,7 @@ times 2^k; they are divided again in fp32. Too large a scale overflows to Inf: t
 
 import torch
 
-from minimegatron.core.optimizer import grad_scaler_state as state
+from minimegatron.core.optimizer import optimizer_state as state
 from minimegatron.core.optimizer.optimizer_checks import check_initial_scale, check_scale_moves
 
 

@@ -1,9 +1,10 @@
-"""What an optimizer keeps beside the weights, in memory and in a checkpoint; and zeros of its gradient.
+"""What an optimizer and a loss scale keep, in memory and in a checkpoint; and zeros of the gradient.
 
 Counterpart: `megatron.core.optimizer.clip_grads`; the rest Megatron has in the classes of
-`megatron.core.optimizer.optimizer`.
+`megatron.core.optimizer.optimizer` and `megatron.core.optimizer.grad_scaler`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp
 from minimegatron.core.optimizer.clip_grads import _reduce_over
-from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
 from minimegatron.core.parameter import ParameterKind
 from minimegatron.core.tracing import traced
@@ -26,7 +26,7 @@ class OptimizerState:
 
     config: OptimizerConfig
     optimizer: torch.optim.Optimizer
-    grad_scaler: MegatronGradScaler | None
+    grad_scaler: "GradScalerState | None"
     shards: list[Any]
     """Each a `ParamShard`."""
 
@@ -199,3 +199,58 @@ def count_zeros_fp32(
         if param.grad is not None:
             total += param.grad.numel() - torch.count_nonzero(param.grad)
     return int(_reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM))
+
+
+# -- What a loss scale keeps from step to step --
+
+
+class GradScalerState(ABC):
+    """What `MegatronGradScaler` leaves to each kind of scale."""
+
+    @abstractmethod
+    def update(self, found_inf: bool) -> None:
+        """Called after every attempted step, on all ranks alike: whether a gradient overflowed."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the same scales."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+
+
+class UnchangedScale(GradScalerState):
+    """Keeps nothing: the scale is always that of the configuration."""
+
+    def update(self, found_inf: bool) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to remember: the scale comes from the configuration."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
+
+class CountedScale(GradScalerState):
+    """Keeps the scale and both counts of `DynamicGradScaler`."""
+
+    _scale: float
+    _growth_tracker: int
+    _hysteresis_tracker: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and both counts."""
+        return {
+            "scale": self._scale,
+            "growth_tracker": self._growth_tracker,
+            "hysteresis_tracker": self._hysteresis_tracker,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the scale and both counts."""
+        self._scale = float(state_dict["scale"])
+        self._growth_tracker = int(state_dict["growth_tracker"])
+        self._hysteresis_tracker = int(state_dict["hysteresis_tracker"])

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from minimegatron.core import collectives
 from minimegatron.core.left_out_record import name_of, without_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.no_frame import NoFrame
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import observed_by, traced
@@ -123,6 +122,20 @@ def _fail_before_begun(arguments: dict[str, Any], error: BaseException) -> None:
 
 
 # -- The step --
+
+
+class NoFrame:
+    """The three calls of a frame, which do nothing; see `step_frame.StepFrame`."""
+
+    def before_forward(self, chunk: Any, microbatch_id: int) -> int:
+        """Returns the forward's number among all of the stage's."""
+        return microbatch_id
+
+    def before_backward(self, chunk: Any) -> None:
+        """Called with the microbatch still in flight."""
+
+    def after_backward(self, chunk: Any) -> None:
+        """Called with the input's gradient not yet sent."""
 
 
 class StepOnGroups(NoFrame):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import call_attributes
+from minimegatron.core import tracing
 from minimegatron.core.orders.work import ACTIVATION, GRADIENT
 from minimegatron.core.pipeline_parallel import p2p_checks
 from minimegatron.core.tracing import traced
@@ -38,7 +38,7 @@ class MessageBatches:
             raise p2p_checks.lost_at_start(self.curr_rank_in_pg, messages[0], error) from error
         return works * len(messages) if len(works) == 1 else works
 
-    @traced("p2p-start", call_attributes.of_message)
+    @traced("p2p-start", tracing.of_message)
     def _operation(self, message: Any) -> dist.P2POp:
         start = dist.isend if message.is_send else dist.irecv
         return dist.P2POp(start, message.tensor, group=self.pp_group, group_peer=message.peer)

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.backend import get_timeout
-from minimegatron.core import call_attributes
+from minimegatron.core import tracing
 from minimegatron.core.collectives import is_tagged, num_begun
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.orders.work import ACTIVATION, GRADIENT, INTERLEAVED, SEND_LIMIT
@@ -364,7 +364,7 @@ class P2PCommunicator(MessageBatches):
             works = self.start_batch(ready)
         return [self._handle(m, work, runs_on) for m, work in zip(ready, works, strict=True)]
 
-    @traced("p2p-start", call_attributes.of_message)
+    @traced("p2p-start", tracing.of_message)
     def start(self, message: TensorMessage) -> Handle:
         """Starts one message. Raises ConnectionError, naming both stages, if the peer has gone."""
         group, tag = self.pp_group, self._first_tag + TAGS[message.payload]
@@ -419,7 +419,7 @@ def _await(handle: Started) -> None:
         raise p2p_checks.lost_under_way(handle.stage, message, error) from error
 
 
-_wait_for = traced("p2p-wait", call_attributes.of_message_wait)(_await)
+_wait_for = traced("p2p-wait", tracing.of_message_wait)(_await)
 
 _untaken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.autograd.variable import Variable
 
-from minimegatron.core import call_attributes, parallel_state
+from minimegatron.core import parallel_state, tracing
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel import user_results
-from minimegatron.core.pipeline_parallel.no_frame import NoFrame
+from minimegatron.core.pipeline_parallel.failed_step import NoFrame
 from minimegatron.core.pipeline_parallel.p2p_checks import check_output
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
@@ -32,7 +32,7 @@ from minimegatron.core.utils import (
 NO_TOKENS = torch.tensor(0, dtype=torch.int)
 
 
-@traced("forward-compute", call_attributes.of_forward)
+@traced("forward-compute", tracing.of_forward)
 def forward_step(
     forward_step_func: Callable,
     data_iterator: Iterator | None,
@@ -149,7 +149,7 @@ def tell_whole_length(model: torch.nn.Module, seq_length: int) -> None:
         chunk.whole_length = seq_length
 
 
-@traced("loss-compute", call_attributes.of_loss)
+@traced("loss-compute", tracing.of_loss)
 def forward_step_calc_loss(
     model: torch.nn.Module,
     output_tensor: torch.Tensor,

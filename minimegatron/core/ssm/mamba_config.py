@@ -1,31 +1,11 @@
-"""What a configuration says of state-space layers; `TransformerConfig` has all of it too.
+"""The sizes of state-space layers that a configuration gives, and what it refuses of them.
 
-Megatron writes these fields in `TransformerConfig` itself, under the same names. Here they are apart:
-a reader without such layers need not see them.
+The fields are in `core.transformer.second_subjects`. Megatron has no counterpart: it asserts some of
+this where it builds a mixer.
 """
 
 import math
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
-
-from minimegatron.core import knobs
-
-compared = partial(knobs.knob, section="mamba", compared=True)
-
-
-@dataclass
-class MambaConfig:
-    """Sizes of a Mamba-2 mixer. Whoever builds one checks them: other models do not use them."""
-
-    mamba_state_dim: int = compared(128, minimum=1)
-    """N: columns of a head's state."""
-    mamba_head_dim: int = compared(64, minimum=1)
-    """P: rows of a head's state."""
-    mamba_num_groups: int = compared(8, minimum=1)
-    """G: groups of heads that share B and C."""
-    mamba_num_heads: int | None = compared(minimum=1)
-    """Heads; by default 2 x hidden size / head size."""
 
 
 class MambaSizes(NamedTuple):

@@ -6,7 +6,7 @@ parts do nothing.
 
 import torch
 
-from minimegatron.core import call_attributes
+from minimegatron.core import tracing
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -14,7 +14,7 @@ from minimegatron.core.transformer.transformer_layer import TransformerLayer
 class MLPLayer(TransformerLayer):
     """x + mlp(norm(x)), with the submodules `pre_mlp_layernorm` and `mlp` alone."""
 
-    @traced("layer-forward", call_attributes.of_layer_forward)
+    @traced("layer-forward", tracing.of_layer_forward)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -32,7 +32,7 @@ class MLPLayer(TransformerLayer):
 class AttentionLayer(TransformerLayer):
     """x + attention(norm(x)), with the submodules `input_layernorm` and `self_attention` alone."""
 
-    @traced("layer-forward", call_attributes.of_layer_forward)
+    @traced("layer-forward", tracing.of_layer_forward)
     def forward(
         self,
         hidden_states: torch.Tensor,

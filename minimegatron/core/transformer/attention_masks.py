@@ -7,10 +7,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.transformer.enums import AttnMaskType
-
-CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
-
 
 def check_attention_mask(mask: torch.Tensor, sizes: tuple[int | None, ...]) -> None:
     """Raises ValueError unless `mask` has the four dimensions `sizes`, or 1 for any of the first three.

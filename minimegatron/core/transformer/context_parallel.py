@@ -29,8 +29,8 @@ from minimegatron.core.tensor_parallel.mappings import all_to_all
 from minimegatron.core.tensor_parallel.random import get_rng_state
 from minimegatron.core.tensor_parallel.recompute import repeats_from
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer.attention_masks import CAUSAL, check_is_bool
-from minimegatron.core.transformer.enums import AttnMaskType
+from minimegatron.core.transformer.attention_masks import check_is_bool
+from minimegatron.core.transformer.enums import CAUSAL, AttnMaskType
 from minimegatron.core.transformer.zigzag import positions_of_rank
 from minimegatron.core.utils import without_graph
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from minimegatron.core.transformer.attention_masks import CAUSAL, check_mask_of, visible_places
+from minimegatron.core.transformer import attention_masks as masks
 from minimegatron.core.transformer.context_parallel_groups import way_to_attend
-from minimegatron.core.transformer.enums import AttnMaskType
+from minimegatron.core.transformer.enums import CAUSAL, AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
@@ -61,7 +61,7 @@ class DotProductAttention(MegatronModule):
         causal = self.attn_mask_type in CAUSAL
         is_plain = self.attn_mask_type == AttnMaskType.no_mask or attention_mask is None
         given = (attention_mask, causal, s_q, s_k)
-        return (None, causal) if is_plain else (visible_places(*given), False)
+        return (None, causal) if is_plain else (masks.visible_places(*given), False)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None
@@ -81,7 +81,7 @@ class DotProductAttention(MegatronModule):
             ValueError: a mask of another shape.
         """
         if attention_mask is not None:
-            check_mask_of(self, attention_mask, query, key)
+            masks.check_mask_of(self, attention_mask, query, key)
         dropout = self.attention_dropout if self.training else 0.0
         # Each rank drops other heads' probabilities, so it draws from its own stream. Under sequence
         # parallelism the block has forked to that stream already, for all its layers.

@@ -41,3 +41,7 @@ class AttnMaskType(enum.Enum):
     """None at all."""
     padding_causal = 4
     """Those after the query and those the given mask says."""
+
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+"""Those under which no token sees a later one."""

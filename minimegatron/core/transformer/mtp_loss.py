@@ -7,19 +7,13 @@ here. Megatron's training loop asks for the log; here functions are entered in t
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from minimegatron.core import knobs
 from minimegatron.core.collectives import all_reduce
-from minimegatron.core.subject_fields import enter_hooks
-from minimegatron.core.transformer import pipeline_parallel_layer_layout
-from minimegatron.core.transformer.enums import LayerType
-from minimegatron.core.transformer.stages_as_told import placement_of
 from minimegatron.core.utils import get_device, get_model_config, unwrap_model
 
 # -- Their place in the backward --
@@ -214,59 +208,11 @@ def describe_further_tokens(models: list[torch.nn.Module], pg_collection: Any) -
     return {f"mtp_{depth} loss": loss / num_steps for depth, loss in enumerate(losses, 1)}
 
 
-# -- What a configuration says of them --
-
-knob = partial(knobs.knob, section="model")
+# -- When a step enters them --
 
 
-@dataclass
-class MTPConfig:
-    """Further tokens: how many, and the weight of their losses."""
-
-    mtp_num_layers: int | None = knob(minimum=1, compared=True)
-    """Tokens to predict beyond the next one, each by a layer of its own; by default none."""
-    mtp_loss_scaling_factor: float = knob(0.1, minimum=0.0)
-    """Weight of their losses, over all of them, beside the main loss."""
-
-
-def check_mtp(config: Any) -> None:
-    """Enters the hooks; raises ValueError, with numbers and remedy, for what cannot be."""
-    enter_hooks(config, config.mtp_num_layers is not None, partial(_hooks, config))
-    config.mtp_standalone = False
-    if config.mtp_num_layers is not None:
-        _check_options(config)
-    text, p = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
-    if text is None:
-        return
-    if isinstance(text, pipeline_parallel_layer_layout.PipelineParallelLayerLayout):
-        text = text.input_data
-    has_depths = (
-        LayerType.mtp
-        in pipeline_parallel_layer_layout.PipelineParallelLayerLayout(text, p).flatten_layout
-    )
-    if has_depths or config.mtp_num_layers is not None:
-        layout = pipeline_parallel_layer_layout.PipelineParallelLayerLayout(
-            text, p, placement_of(config)
-        )
-        config.mtp_standalone = layout.validate_layer_layout(
-            config.num_layers, config.mtp_num_layers
-        )
-
-
-def _check_options(config: Any) -> None:
-    if config.fp32_residual_connection:
-        raise ValueError(
-            f"mtp_num_layers {config.mtp_num_layers} with fp32_residual_connection: a further layer "
-            "begins with a projection in params_dtype, and has no such residual; drop one of them"
-        )
-    if config.overlap_moe_expert_parallel_comm:
-        raise ValueError(
-            f"mtp_num_layers {config.mtp_num_layers} with overlap_moe_expert_parallel_comm, which runs "
-            "layers in pieces: those for further tokens run as a whole; drop one of them"
-        )
-
-
-def _hooks(config: Any) -> dict[str, tuple[Callable, ...]]:
+def hooks_of_mtp(config: Any) -> dict[str, tuple[Callable, ...]]:
+    """What is entered in the hooks of a step that predicts further tokens."""
     scales = (scale_mtp_as_mean, scale_mtp_as_sum)
     return {
         "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,

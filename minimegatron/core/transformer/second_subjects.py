@@ -1,21 +1,97 @@
 """What a transformer's configuration says beside sizes and kinds: fields of several subjects.
 
 Megatron writes all of them in `TransformerConfig` itself, under the same names. Here each subject has
-a base of its own: a reader without it need not see its fields. Fields that are set late are here too.
+a base of its own: a reader without it need not see its fields. The bases of small subjects are in this
+file, and fields that are set late.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from minimegatron.core.ssm.mamba_config import MambaConfig
+from minimegatron.core import knobs
+from minimegatron.core.subject_fields import enter_hooks
+from minimegatron.core.transformer import mtp_loss, pipeline_parallel_layer_layout
 from minimegatron.core.transformer.activation_config import (
     ContextParallelConfig,
     RecomputeConfig,
     check_context_parallel,
     check_recompute,
 )
-from minimegatron.core.transformer.moe.moe_config import MoEConfig
-from minimegatron.core.transformer.mtp_loss import MTPConfig, check_mtp
-from minimegatron.core.transformer.stages_as_told import StagesConfig
+from minimegatron.core.transformer.enums import LayerType
+from minimegatron.core.transformer.moe_config import MoEConfig
+from minimegatron.core.transformer.stages_as_told import StagesConfig, placement_of
+
+model = partial(knobs.knob, section="model")
+mamba = partial(knobs.knob, section="mamba", compared=True)
+
+# -- State-space layers --
+
+
+@dataclass
+class MambaConfig:
+    """Sizes of a Mamba-2 mixer. Whoever builds one checks them: other models do not use them."""
+
+    mamba_state_dim: int = mamba(128, minimum=1)
+    """N: columns of a head's state."""
+    mamba_head_dim: int = mamba(64, minimum=1)
+    """P: rows of a head's state."""
+    mamba_num_groups: int = mamba(8, minimum=1)
+    """G: groups of heads that share B and C."""
+    mamba_num_heads: int | None = mamba(minimum=1)
+    """Heads; by default 2 x hidden size / head size."""
+
+
+# -- Further tokens --
+
+
+@dataclass
+class MTPConfig:
+    """Further tokens: how many, and the weight of their losses."""
+
+    mtp_num_layers: int | None = model(minimum=1, compared=True)
+    """Tokens to predict beyond the next one, each by a layer of its own; by default none."""
+    mtp_loss_scaling_factor: float = model(0.1, minimum=0.0)
+    """Weight of their losses, over all of them, beside the main loss."""
+
+
+def check_mtp(config: Any) -> None:
+    """Enters the hooks; raises ValueError, with numbers and remedy, for what cannot be."""
+    wanted = config.mtp_num_layers is not None
+    enter_hooks(config, wanted, lambda: mtp_loss.hooks_of_mtp(config))
+    config.mtp_standalone = False
+    if config.mtp_num_layers is not None:
+        _check_options(config)
+    text, p = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
+    if text is None:
+        return
+    if isinstance(text, pipeline_parallel_layer_layout.PipelineParallelLayerLayout):
+        text = text.input_data
+    has_depths = (
+        LayerType.mtp
+        in pipeline_parallel_layer_layout.PipelineParallelLayerLayout(text, p).flatten_layout
+    )
+    if has_depths or config.mtp_num_layers is not None:
+        layout = pipeline_parallel_layer_layout.PipelineParallelLayerLayout(
+            text, p, placement_of(config)
+        )
+        config.mtp_standalone = layout.validate_layer_layout(
+            config.num_layers, config.mtp_num_layers
+        )
+
+
+def _check_options(config: Any) -> None:
+    if config.fp32_residual_connection:
+        raise ValueError(
+            f"mtp_num_layers {config.mtp_num_layers} with fp32_residual_connection: a further layer "
+            "begins with a projection in params_dtype, and has no such residual; drop one of them"
+        )
+    if config.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            f"mtp_num_layers {config.mtp_num_layers} with overlap_moe_expert_parallel_comm, which runs "
+            "layers in pieces: those for further tokens run as a whole; drop one of them"
+        )
+
 
 # -- Fields that are set after the construction: they take effect, or are refused --
 # In Megatron some fields are read in each step and the others once; a late change of one of those does

@@ -7,7 +7,7 @@ Counterpart: `megatron.core.transformer.transformer_layer`; `bias_dropout_add` i
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimegatron.core import call_attributes
+from minimegatron.core import tracing
 from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tensor_parallel.weight_grad_store import DelayedWgrad
 from minimegatron.core.tracing import traced
@@ -72,7 +72,7 @@ class TransformerLayer(DelayedWgrad, MegatronModule):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
         self.mlp = build_mlp(submodules.mlp, config, **place)
 
-    @traced("layer-forward", call_attributes.of_layer_forward)
+    @traced("layer-forward", tracing.of_layer_forward)
     def forward(
         self,
         hidden_states: Tensor,

@@ -34,7 +34,7 @@ from minimegatron.exercises.room.verdict import Verdict, render
 from minimegatron.launching.launcher import CAUSE_SECONDS, GRACE_SECONDS
 from minimegatron.training import failures
 from minimegatron.training.ending import end_properly
-from minimegatron.training.rendezvous import find_each_other
+from minimegatron.training.process_group import find_each_other
 
 LOOK_SECONDS = 0.05
 JOIN_SECONDS = 10.0

@@ -5,7 +5,7 @@ Megatron has no counterpart.
 
 from minimegatron.exercises.labs.fault import Fault
 
-_DETECTOR, _TIMES = "core/straggler_detector.py", "core/straggler_times.py"
+_DETECTOR, _TIMES = "core/straggler_detector.py", "core/straggler_detector.py"
 _WORDS = "core/straggler_words.py"
 
 FAULTS_OF_STRAGGLERS = (

@@ -18,7 +18,7 @@ from minimegatron.core.transformer.transformer_layer import TransformerLayer
 from minimegatron.exports import all_of
 
 # Megatron has it here.
-__getattr__, __dir__ = all_of(__name__, "minimegatron.core.models.gpt.gpt_mtp_spec")
+__getattr__, __dir__ = all_of(__name__, "minimegatron.core.models.gpt.gpt_second_subjects")
 
 
 def get_gpt_layer_local_spec(

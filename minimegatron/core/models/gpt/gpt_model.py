@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minimegatron.core import call_attributes
+from minimegatron.core import tracing
 from minimegatron.core.models.common.embeddings import LanguageModelEmbedding, RotaryEmbedding
 from minimegatron.core.models.common.language_module.labels import check_labels_have_logits
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
 from minimegatron.core.models.gpt import gpt_model_checks
-from minimegatron.core.models.gpt.gpt_mtp_spec import build_mtp_block_of
-from minimegatron.core.models.gpt.gpt_schedule_plan import PlannedGPT
+from minimegatron.core.models.gpt.gpt_second_subjects import PlannedGPT, build_mtp_block_of
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -147,7 +146,7 @@ class GPTModel(PlannedGPT, LanguageModule):
             input_tensor = input_tensor[0]
         self.decoder.set_input_tensor(input_tensor)
 
-    @traced("model-forward", call_attributes.of_model_forward)
+    @traced("model-forward", tracing.of_model_forward)
     def forward(
         self,
         input_ids: Tensor | None,

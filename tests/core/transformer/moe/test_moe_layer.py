@@ -10,8 +10,8 @@ from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_s
 from minimegatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.module_state import global_parameter_name
-from minimegatron.core.transformer.moe.moe_config import WITH_CAPACITY
 from minimegatron.core.transformer.moe.moe_layer import MoELayer
+from minimegatron.core.transformer.moe_config import WITH_CAPACITY
 from minimegatron.core.transformer.spec_utils import build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.groups import PretendGroup

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from minimegatron.core import knobs
 from minimegatron.core.subject_fields import enter_hooks
-from minimegatron.core.transformer.moe import expert_bias, moe_logging, moe_utils
+from minimegatron.core.transformer import moe
 
 LONGEST_LIST = 10_000
 
@@ -177,13 +177,13 @@ class MoEConfig:
 
 
 def _hooks(config: Any) -> dict[str, tuple[Callable, ...]]:
-    scales = (moe_utils.scale_as_mean, moe_utils.scale_as_sum)
+    scales = (moe.moe_utils.scale_as_mean, moe.moe_utils.scale_as_sum)
     return {
         "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,
-        "before_step_funcs": (expert_bias.forget_step,),
-        "around_step_funcs": (moe_utils.scale_put_back,),
-        "after_grads_funcs": (expert_bias.update_biases,),
-        "log_funcs": (moe_logging.describe_balance,),
+        "before_step_funcs": (moe.expert_bias.forget_step,),
+        "around_step_funcs": (moe.moe_utils.scale_put_back,),
+        "after_grads_funcs": (moe.expert_bias.update_biases,),
+        "log_funcs": (moe.moe_logging.describe_balance,),
     }
 
 
