@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from minimegatron.doctor.situation import FRAME
-
 STACK_SIGNAL = signal.SIGUSR2
 """Sent to a rank to make it write its Python stacks to its file, whatever it is doing."""
 
 STACK_SECONDS = 2.0
 """How long to wait for stacks. A stopped process writes none, one just begun has no file yet."""
 
+FRAME = re.compile(r'File "([^"]*)", line (\d+)(?: in (\S+))?')
+"""A line of a Python stack: file, number, function."""
 OWN_THREADS = (
     "_die_with_parent",
     "doctor/session.py",

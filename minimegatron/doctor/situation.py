@@ -11,6 +11,7 @@ from typing import Any
 
 from minimegatron.doctor.device_waits import device_wait
 from minimegatron.doctor.flight_recorder import traced_entry
+from minimegatron.doctor.processes import FRAME
 from minimegatron.doctor.records import (
     SENDING,
     STARTING,
@@ -37,8 +38,6 @@ BUSY = "runs"
 
 WAITING = (MESSAGE, COLLECTIVE)
 
-FRAME = re.compile(r'File "([^"]*)", line (\d+)(?: in (\S+))?')
-"""A line of a Python stack: file, number, function."""
 LIBRARY = re.compile(r"site-packages|/lib/python3|<frozen")
 
 TORCH_MESSAGES = ("send", "recv")
