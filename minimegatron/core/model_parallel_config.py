@@ -25,6 +25,8 @@ class ModelParallelConfig(SubjectFields):
 
     Fields of single subjects, all off by default, are those of its bases: see `SubjectFields`. `knob`
     makes a field a flag of the command line, too; `given` is the flag's default where it is another.
+    The text below a field begins with its flag's words, as `--help` prints them; what follows after an
+    empty line is of the field alone.
     """
 
     # -- Sizes --

@@ -1,6 +1,7 @@
 """Who am I, and who are my peers: this process's groups, and the getters everybody asks.
 
-Everything between takes its groups as arguments (`ProcessGroupCollection`). Counterpart:
+Only the edges of the package ask; code between takes its groups as arguments
+(`ProcessGroupCollection`). Counterpart:
 `megatron.core.parallel_state`, under the same names. `RankGenerator` and the two functions that pick
 ranks for embeddings live in `rank_generator`; they are importable here, where Megatron has them.
 
@@ -180,7 +181,8 @@ def rank_of(kind: str) -> int:
     place = ranks_set_by_hand.get(kind)
     if place is None and _state is not None:
         place = _state.places.get(kind)
-    return get_group(kind).rank() if place is None else place  # which raises: there is no group
+    # Without a place there is no group either, and `get_group` raises.
+    return get_group(kind).rank() if place is None else place
 
 
 # -- Groups --
@@ -244,7 +246,7 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Announces which chunk is being built or run, for user code that asks globally."""
+    """Announces which chunk is being built, for user code that asks globally."""
     global _virtual_rank
     _virtual_rank = rank
 

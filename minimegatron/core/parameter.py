@@ -23,8 +23,9 @@ Whoever needs a group asks for the group of the parameter. The answer depends on
     reduce   ranks that have the same of it  dp_cp      expt_dp
     model    ranks that have all of them     mp         tp_ep_pp
 
-One number is the same for all kinds: gradients are multiplied by 1 / (size of dp_cp). So many ranks
-have a loss each. An expert sees the tokens of several of them, and adds up what the group lacks.
+Gradients of all kinds are multiplied by the same number, 1 / (size of dp_cp): as many ranks compute a
+loss. Where expt_dp has fewer ranks, each of its experts has seen the tokens of several ranks of dp_cp,
+and has added up their gradients itself.
 """
 
 from dataclasses import dataclass

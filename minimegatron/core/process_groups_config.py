@@ -15,7 +15,7 @@ from minimegatron.core import parallel_state
 from minimegatron.core.group_checks import check_fields, check_required
 from minimegatron.core.utils import get_attr_wrapped_model
 
-# To `copy`, a text means that the object stands for itself: the copy of a model shares its groups.
+# A text from here tells `copy` to take the object itself: the copy of a model shares its groups.
 copyreg.pickle(dist.ProcessGroup, lambda group: "a process group, which cannot be pickled")
 
 
@@ -101,8 +101,8 @@ def groups_of(
 ) -> ProcessGroupCollection:
     """`pg_collection`; None for the groups that `model`, wrapped or not, was built with.
 
-    These are its attribute `pg_collection`. They are `parallel_state`'s for a model that has none, or
-    that was built with some of these.
+    These are its attribute `pg_collection`. Where that is missing, or has none but groups of
+    `parallel_state`, the answer is all groups of `parallel_state`.
     """
     if pg_collection is not None:
         return pg_collection

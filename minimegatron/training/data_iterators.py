@@ -62,7 +62,7 @@ def build_train_valid_test_data_loaders(
                     num_workers=args.num_workers,
                     seed=args.seed,
                 )
-    # Where the stages with data are, the placement says; a chunk without any takes nothing back.
+    # Stages without data do what those with data do. What a chunk with data has set stays set.
     flags = torch.tensor([x is not None for x in loaders], dtype=torch.int32, device=get_device())
     collectives.all_reduce(flags, dist.group.WORLD, op=collectives.ReduceOp.MAX)
     state.do_train |= bool(flags[0])

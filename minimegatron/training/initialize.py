@@ -1,7 +1,7 @@
 """From the command line to a process that knows its place: arguments, device, groups, seeds.
 
-It is the first thing that `pretrain` does. `ending` makes the process take its groups down at its
-end. Counterpart: `megatron.training.initialize`.
+It is the first thing that `pretrain` does. `process_group` connects the ranks, and sees to it that the
+process takes its groups down when it ends. Counterpart: `megatron.training.initialize`.
 """
 
 import argparse

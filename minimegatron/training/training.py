@@ -1,9 +1,9 @@
 """The chain from `pretrain` to one step, top to bottom in the order it runs.
 
 `pretrain` calls, in this order, `initialize_megatron`, `setup_model_and_optimizer`,
-`build_train_valid_test_data_iterators`, `train` (which calls `train_step`, and through it the
-schedule) and `evaluate_and_print_results`. Counterpart: `megatron.training.training`; what stands
-there in one file is here in several, and its names can be imported from this one:
+`build_train_valid_test_data_iterators` for each chunk, `train` (which chooses the schedule and calls
+`train_step`, which runs it) and `evaluate_after_training`. Counterpart: `megatron.training.training`;
+what stands there in one file is here in several, and its names can be imported from this one:
 
 * `model_setup`: the model's chunks, the optimizer, its scheduler.
 * `data_iterators`: from datasets to microbatches.
@@ -105,6 +105,7 @@ def pretrain(
         model_provider: `(pre_process, post_process) -> model chunk`, without wrappers; with several
             chunks on a rank it is also given `vp_stage=`, the number of the chunk. Either provider may
             take an argument `vp_stage`: it is None where a rank has one chunk.
+        model_type: noted in each chunk, for programs that read it there; nothing here does.
         forward_step_func: `(data_iterator, model) -> (output, loss_func)`; see `forward_step` in
             `core.pipeline_parallel.steps` for what `loss_func(output)` may return.
         process_non_loss_data_func: `(data, iteration, writer)`, called after each evaluation with
@@ -112,6 +113,7 @@ def pretrain(
             `loss_func(output, non_loss_data=True)` did.
         extra_args_provider: `(parser)` adds the user's own flags; `get_args` then has them.
         args_defaults: defaults that replace the built-in ones.
+        get_embedding_ranks, get_position_embedding_ranks: see `initialize_model_parallel`.
         non_loss_data_func: `(model)`, called on every rank during each evaluation.
         wrap_forward_backward_func, data_iterator_func: see `train`.
 
@@ -272,7 +274,10 @@ def train(
 def _connect_schedule(
     config: ModelParallelConfig, model: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> None:
-    """Fills in the hooks through which the schedule reaches optimizer and gradient buffers."""
+    """Fills in the hooks through which the schedule reaches optimizer and gradient buffers.
+
+    `config` is that of the first chunk here: a schedule reads it for all of them (`config_of_run`).
+    """
     args = get_args()
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
@@ -330,6 +335,7 @@ def train_step(
         return {}, 1, should_checkpoint, should_exit, exit_code, None, None
 
     # -- 3. The update; then the ranks of a model agree on what they report --
+    # All ranks of a model answer alike already; in Megatron one whose parameters are frozen may not.
     update_successful, grad_norm, num_zeros_in_grad = optimizer.step()
     update_successful = logical_and_across_model_parallel_group(update_successful)
     grad_norm = reduce_max_stat_across_model_parallel_group(grad_norm)

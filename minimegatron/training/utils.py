@@ -60,8 +60,10 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
     if not reports:
         return {}
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # The first row of the table tells whether all copies have reported the same keys: a digest of them,
+    # and its square. The sums of both are right only where all are equal.
     keys, digest = sorted(kinds[0]), _digest(kinds[0])
-    # One message, whose size depends little on the keys: what it holds of them comes first.
+    # One message, whose size depends little on the keys.
     num_rows = 16 * (1 + len(keys) // 16)
     table = torch.zeros(num_rows, 2, dtype=torch.float64, device=get_device())
     # Assigning a number to an element would wait for the GPU, filling it does not.

@@ -5,8 +5,9 @@ Counterpart: `megatron.core.distributed.distributed_data_parallel.DistributedDat
 One step, seen from here: `zero_grad_buffer`; for each microbatch forward and backward, whose hooks
 add `param.grad` into `param.main_grad` and free it, all but the last within `no_sync` (a weight
 gradient that backward leaves for later comes the same way, from `backward_dw`);
-`finish_grad_sync` (by `finalize_model_grads`); the optimizer reads `main_grad`. One of torch's own
-reads `param.grad`: set that to `main_grad` before its step, or it is refused (`refuse_idle_optimizer`).
+`finish_grad_sync` (by `finalize_model_grads`); the optimizer reads `main_grad`. An optimizer of torch's
+own reads `param.grad`: set it to `main_grad` before each of its steps, or the step is refused
+(`refuse_idle_optimizer`).
 """
 
 import weakref
@@ -63,8 +64,9 @@ def gradient_scaling_factor(
 
 
 class DistributedDataParallel(OnDemand, _BaseDataParallel):
-    """Wraps one model chunk. `OnDemand` has what is called now and then: `start_param_sync` starts the
-    gathering of all groups, and with `force_sync` waits for it.
+    """Wraps one model chunk. `OnDemand` has what a program may ask between steps. A step calls one of
+    these, after the update of a distributed optimizer without overlap: `start_param_sync`, which with
+    `force_sync` gathers the parameters of all groups, and waits.
 
     Args:
         config: of the model; `calculate_per_token_loss` decides the scaling of gradients.
@@ -94,7 +96,8 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         super().__init__(config, module, ddp_config)
         self.pg_collection = pg_collection = groups_of(module, pg_collection)
         self.dp_cp_group = pg_collection.dp_cp
-        # Without overlap nothing is gained by several launches.
+        # Without overlap nothing is gained by several launches; on a later stage neither, whoever
+        # wraps the chunk (see `disable_bucketing`).
         is_cut_up = ddp_config.overlap_grad_reduce and not disable_bucketing
         is_cut_up = is_cut_up and has_first_stage(pg_collection.pp, config)
         size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.dp_cp_group.size())
@@ -109,7 +112,7 @@ class DistributedDataParallel(OnDemand, _BaseDataParallel):
         self.param_to_bucket_group = {
             param: group for group in self.all_bucket_groups for param in group.params
         }
-        # By address: a weight may be lent as `weight.detach()`, which is another tensor there.
+        # By address: a layer may be given `weight.detach()`, another tensor at the same address.
         self._group_at = {
             param.data_ptr(): group for param, group in self.param_to_bucket_group.items()
         }

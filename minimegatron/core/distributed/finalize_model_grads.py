@@ -4,8 +4,8 @@ With a distributed optimizer, in this rank's shards. A step's frame calls it onc
 `config.finalize_model_grads_func`. Counterpart:
 `megatron.core.distributed.finalize_model_grads`, under the same names.
 
-Sum 1 may have begun during backward, so the others wait for it. They are sums of elements, whatever
-ranks 1 has summed over. The division follows, one factor for all.
+Sum 1 may have begun during backward. The others wait until it is done, and add its results, element by
+element. The division comes last, with one factor for all gradients.
 
     1. data parallel       sum over dp_cp        (experts: expt_dp; waits for what backward launched)
     2. tensor parallel     sum over tp, expt_tp  gradients of replicated parameters that are partial;

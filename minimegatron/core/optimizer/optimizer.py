@@ -171,7 +171,8 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
         `num_zeros_in_grad` is None unless `config.log_num_zeros_in_grad`.
         """
         self.check_first()
-        if self.prepare_grads():
+        found_inf = self.prepare_grads()
+        if found_inf:
             self._release_main_grads()
             return False, None, None
         grad_norm = self.clip_grad_norm(self.config.clip_grad)
@@ -191,8 +192,9 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
     def prepare_grads(self) -> bool:
         """Puts unscaled gradients where the update rule reads them; True if a rank found Inf or NaN.
 
-        Once per step, which calls it. Raises RuntimeError for gradients that are unscaled already, and
-        ValueError for a frozen parameter that has a gradient.
+        The loss scale counts the step, and may change. Once per step, which calls it. Raises
+        RuntimeError for gradients that are unscaled already, and ValueError for a frozen parameter
+        that has a gradient.
         """
         if self._is_unscaled:
             optimizer_checks.refuse_second_preparation()
@@ -222,7 +224,9 @@ class MegatronOptimizer(OptimizerState, CountsZeros, ABC):
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
         """Divides by the loss scale; True, on all ranks, if a gradient of any is Inf or NaN.
 
-        All must agree: a rank that skipped the step alone would have other weights from then on.
+        All must agree: a rank that skipped the step alone would have other weights from then on. Copies
+        of a model have equal gradients. So the ranks of one model ask each other; where each copy has
+        only its shard of them, all ranks do.
         """
         found_inf = torch.zeros((), device=get_device())
         inv_scale = self.grad_scaler.inv_scale.to(found_inf.device, non_blocking=True)

@@ -182,6 +182,7 @@ class InterleavedRun:
         for k in range(counts.num_remaining, counts.total):
             _, input_grad = self._step(None, k)
             next_grad = self.order.arrival_after(k, forward=False)
+            # Without handles, also where the run overlaps: this call waits for the gradient.
             self._exchange_backward(input_grad, next_grad, overlap=False)
 
     # -- One forward, one backward --

@@ -130,8 +130,8 @@ def get_tensor_shapes(
 ) -> list[tuple[int, ...]]:
     """Shapes of what travels between two stages: one, [s/c/t, b, h]; /t with sequence parallelism.
 
-    With `variable_seq_lengths` the sizes are sent ahead of each message instead: one empty shape. So
-    they are where messages are (1 + K) s long, behind a stage of their own for further tokens.
+    With `variable_seq_lengths` the sizes are sent ahead of each message instead: one empty shape. The
+    same where a stage has nothing but the layers for K further tokens: its messages are (1 + K) s long.
     A two-stack model's stages exchange decoder states, of `decoder_seq_length`.
     """
     if sends_shapes(config):

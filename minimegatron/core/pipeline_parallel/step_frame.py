@@ -10,7 +10,7 @@ In the order of one step:
 | the step begins   | numbers it; `before_step_funcs` forget what they have counted                 |
 |                   | `no_sync_func` holds gradients back                                           |
 | before a backward | lets a chunk's gradients go, if it is the chunk's last                        |
-| after a backward  | holds back those of the other chunks                                          |
+| after a backward  | holds gradients back again, where there are several chunks                    |
 | the step ends     | waits until messages are out; lets all gradients go                           |
 |                   | `finalize_model_grads_func`                                                   |
 |                   | waits until all ranks have come so far                                        |
@@ -19,8 +19,9 @@ In the order of one step:
 | either way        | leaves what `around_step_funcs` have entered before all this                  |
 
 A forward-only step finalizes no gradients, and waits for and puts back nothing; everything else is the
-same. Beginning, ending and failing on all ranks together is `failed_step`'s part. `hooked_frame` does
-more, where the configuration asks for it.
+same. `failed_step.StepOnGroups` is the `with` block: it begins, ends and fails on all ranks together,
+and calls `prepare`, `finish` and `let_all_go` below. `hooked_frame` does more, where the configuration
+asks for it.
 """
 
 import contextlib
@@ -99,7 +100,7 @@ class StepFrame(StepOnGroups):
     # -- The step begins; `begin` has numbered it --
 
     def prepare(self) -> None:
-        """Before the loop."""
+        """Before the loop; `StepOnGroups` calls it when the `with` block is entered."""
         self.grad_sync = GradSync(self.config)
 
     # -- Around one forward, one backward --
@@ -119,18 +120,21 @@ class StepFrame(StepOnGroups):
             self.let_go(chunk)
 
     def after_backward(self, chunk: ModelChunk) -> None:
-        """Holds back the gradients of the other chunks."""
+        """With several chunks, holds gradients back until the next chunk's last backward."""
         if chunk.vp_stage is not None:
             self.grad_sync.disable()
 
     def let_go(self, chunk: ModelChunk) -> None:
-        """Lets the gradients of all chunks go; until `after_backward`, this chunk's alone arise."""
+        """Lets gradients go. Until `after_backward` only this chunk has any: its hooks need not say so.
+
+        `HookedFrame` notes which chunk it was.
+        """
         self.grad_sync.enable()
 
     # -- The step ends --
 
     def finish(self) -> None:
-        """After the loop."""
+        """After the loop; `StepOnGroups` calls it when the `with` block is left without an error."""
         self.grad_sync.enable()
         self.finalize()
 
@@ -139,7 +143,7 @@ class StepFrame(StepOnGroups):
         finish_step(self.config, self.chunks, self.forward_only, self.pg_collection)
 
     def let_all_go(self) -> None:
-        """When the step has failed."""
+        """When the step has failed; `StepOnGroups` calls it."""
         self.grad_sync.enable()
 
 
@@ -184,16 +188,7 @@ def of_chunk(hook: Callable | list[Callable], chunk_id: int) -> Callable:
     return hook[chunk_id] if isinstance(hook, list) else hook
 
 
-# -- Groups, where the caller gives none --
-
-
-def groups_of_step(
-    model: torch.nn.Module, pg_collection: ProcessGroupCollection | None
-) -> ProcessGroupCollection:
-    """`pg_collection`; or else the model's own, if it has all of a step; or else see `groups_of`."""
-    own = getattr(unwrap_model(model), "pg_collection", None)
-    has_all = own is not None and set(GROUPS_OF_A_STEP) <= vars(own).keys()
-    return pg_collection or (own if has_all else groups_of(model))
+# -- The end of a step --
 
 
 def finish_step(
@@ -210,3 +205,15 @@ def finish_step(
             total_num_tokens if config.calculate_per_token_loss else None,
             pg_collection=pg_collection,
         )
+
+
+# -- Groups, where the caller gives none --
+
+
+def groups_of_step(
+    model: torch.nn.Module, pg_collection: ProcessGroupCollection | None
+) -> ProcessGroupCollection:
+    """`pg_collection`; or else the model's own, if it has all of a step; or else see `groups_of`."""
+    own = getattr(unwrap_model(model), "pg_collection", None)
+    has_all = own is not None and set(GROUPS_OF_A_STEP) <= vars(own).keys()
+    return pg_collection or (own if has_all else groups_of(model))

@@ -70,8 +70,8 @@ def forward_step(
     On the last stage the output is the loss, scaled for backward.
     """
     prepare_forward(model, input_tensor, is_first_microbatch, current_microbatch)
-    recomputes = checkpoint_activations_microbatch
-    more = () if recomputes is None else (recomputes,)
+    asked = checkpoint_activations_microbatch
+    more = () if asked is None else (asked,)
     with autocast(config):
         returned = call_traced("forward-step-func", forward_step_func, data_iterator, model, *more)
         if not _is_output_and_function(returned):
@@ -164,8 +164,8 @@ def forward_step_calc_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies the loss function on the last stage, and scales the loss for this microbatch.
 
-    The contract, with M microbatches, c context-parallel ranks and n tokens, a number or a tensor of
-    one, of int or float dtype (if tokens have weights, n is their sum):
+    The contract, with M microbatches, d data-parallel ranks, c context-parallel ranks and n tokens, a
+    number or a tensor of one, of int or float dtype (if tokens have weights, n is their sum):
 
     | `loss_func` returns    | `calculate_per_token_loss` | loss for backward                     |
     |------------------------|----------------------------|---------------------------------------|

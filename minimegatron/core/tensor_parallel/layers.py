@@ -155,9 +155,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         if ctx.allreduce_dgrad:
             reducing = collectives.all_reduce(grad_input, group, async_op=True)
         elif ctx.sequence_parallel:
-            partial = grad_input
-            grad_input = torch.empty_like(input_)
-            reducing = collectives.reduce_scatter(grad_input, partial, group, async_op=True)
+            of_this_rank, grad_input = grad_input, torch.empty_like(input_)
+            reducing = collectives.reduce_scatter(grad_input, of_this_rank, group, async_op=True)
         grad_weight = None if is_owed else weight_gradient(grad_output, total_input)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         if reducing is not None:
@@ -182,6 +181,8 @@ def linear(
         return frozen.frozen_product(
             input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group
         )
+    # With nothing to reduce and nothing to leave for later, torch's own product does: on one tensor
+    # rank, and in row-parallel layers, whose input is each rank's own.
     if not allreduce_dgrad and not sequence_parallel and store is None:
         return F.linear(input, weight, bias)
     group = get_tensor_model_parallel_group_if_none(tp_group)

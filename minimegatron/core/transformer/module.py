@@ -33,8 +33,9 @@ class MegatronModule(ModuleState):
     def global_name(self, name: str) -> str:
         """The name in the full model, from this module on, of what this chunk calls `name`.
 
-        `name` is dotted, and right below the first dot: the module there has been asked. A module
-        that has a part of something longer, or a copy of something, overrides this.
+        `name` has dots. What follows its first dot is a name in the full model already: the part
+        before it has been asked. A module that has a part of something longer, or a copy of something,
+        overrides this.
         """
         return name
 

@@ -187,8 +187,8 @@ class GPTModel(PlannedGPT, LanguageModule):
             evaluation too, where nobody reads it.
         """
         decoder_input, rotary_pos_emb = self._preprocess(input_ids, position_ids, decoder_input)
-        word = checkpoint_activations_microbatch
-        options = {"rotary_pos_emb": rotary_pos_emb, "checkpoint_activations_microbatch": word}
+        asked = checkpoint_activations_microbatch
+        options = {"rotary_pos_emb": rotary_pos_emb, "checkpoint_activations_microbatch": asked}
         hidden_states = self.decoder(decoder_input, attention_mask, **options)
         if self.mtp is not None and torch.is_grad_enabled():
             given = (input_ids, position_ids, hidden_states, attention_mask)
