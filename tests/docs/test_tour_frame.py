@@ -236,9 +236,7 @@ def test_g_heads_of_source_pages_list_the_calls_of_their_file(package):
 def test_g_training_asks_for_the_schedule_itself(package):
     listed = calls_of(package, "minimegatron.training.training")
     assert "get_forward_backward_func" in listed and "schedule_of_run" not in listed
-    assert calls_of(package, "minimegatron.training.pipeline_schedule") == [
-        "get_forward_backward_func"
-    ]
+    assert calls_of(package, "minimegatron.training.pipeline_schedule") == []
     assert calls_of(package, "minimegatron.core.pipeline_parallel.step_frame") == [
         "finalize_model_grads"
     ]
