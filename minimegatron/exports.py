@@ -89,7 +89,7 @@ def all_of(place: str, module_name: str) -> tuple[Callable[[str], Any], Callable
 # -- Modules --
 
 LATE = {
-    "": ["doctor", "launching", "tracing"],
+    "": ["doctor", "launching", "planner", "tracing"],
     "core": [
         "activations",
         "dist_checkpointing",

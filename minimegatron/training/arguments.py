@@ -206,7 +206,9 @@ def _train_iters(args: argparse.Namespace) -> int:
 
 def _padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
     """That of the checkpoint where it will do: padded rows are in the softmax, and so in the loss."""
-    saved, t = checkpoint_args.saved_padded_vocab_size(args), args.tensor_model_parallel_size
+    saved, t = None, args.tensor_model_parallel_size
+    if args.load is not None:
+        saved = checkpoint_args.saved_padded_vocab_size(args)
     if saved is not None and saved >= vocab_size and saved % t == 0:
         return saved
     return vocab_size_with_padding(vocab_size, args.make_vocab_size_divisible_by, t)

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from minimegatron import launching
+from minimegatron import launching, planner
 from minimegatron.core.orders import lowering, orders, planned_schedule, runnable
 from minimegatron.core.orders.placement import Placement
 from minimegatron.core.orders.work import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from minimegatron.planner import unreceived
 from minimegatron.training import captured_step
 from minimegatron.training.global_vars import get_args
 
@@ -139,5 +138,5 @@ def get_planned_forward_backward_func(
     if found.messages is None:
         return planned_schedule.get_named_forward_backward_func(found.name)
     return planned_schedule.get_messages_forward_backward_func(
-        replace(found, make_step=unreceived.make_step)
+        replace(found, make_step=planner.unreceived.make_step)
     )

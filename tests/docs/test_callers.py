@@ -365,7 +365,12 @@ def links_at(package, module: str, text: str) -> dict[str, str]:
         ("schedules", "frame.add_chunk(", "add_chunk", "step_frame.html#StepFrame."),
         ("step_frame", "self.grad_sync.enable()", "enable", "#GradSync."),
         ("step_frame", "self.let_go(chunk)", "let_go", "#StepFrame."),
-        ("steps", "self.frame.before_backward(self)", "before_backward", "failed_step.html#NoFrame."),
+        (
+            "steps",
+            "self.frame.before_backward(self)",
+            "before_backward",
+            "failed_step.html#NoFrame.",
+        ),
         ("loops", "].backward_step(", "backward_step", "steps.html#ModelChunk."),
     ],
 )

@@ -31,3 +31,27 @@ def test_short_run_under_torchrun(tmp_path):
     assert out.count("saved checkpoint of iteration 5") == 1
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert "100%" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_loads_nothing_of_what_it_was_not_asked_for():
+    """Nobody records, plans, diagnoses or saves here; a log line and an evaluation are asked for."""
+    flags = RUN.partition(" --pipeline")[0].split()
+    program = (
+        f"import sys; sys.argv[1:] = {flags}; from minimegatron import pretrain_gpt\n"
+        "pretrain_gpt.main(); print('LOADED', *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("LOADED"))
+    loaded = {name for name in line.split() if name.startswith("minimegatron.")}
+    assert "minimegatron.training.training" in loaded
+    asked_by_nobody = r"minimegatron\.(doctor|planner|tracing|core\.dist_checkpointing|moved)\b"
+    assert not [name for name in loaded if re.match(asked_by_nobody, name)]
+    # Where there are other ranks, a thread asks whether one has ended; it does so within a step.
+    program = "import sys; from minimegatron.doctor import processes; processes.sample(1)\n"
+    program += "print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    loaded = {name for name in done.stdout.split() if name.startswith("minimegatron.doctor.")}
+    assert loaded == {"minimegatron.doctor.processes"} and "torch" not in done.stdout.split()
