@@ -8,7 +8,7 @@ Megatron has no counterpart: NCCL moves tensors between GPUs.
 In the order to read it: `slots` (who may write where), `handshake` (who is there), `backlog` (what a
 full socket does not take), `incoming`, `channels` (tensors between two ranks), `waiting` (who reads),
 `mesh` (between all ranks of a group), `works` (handles), `gloo_works`, `gloo_inside` (what is large),
-`group` (what torch calls), `registering` (the name that torch knows).
+`group` (what torch calls, and the name by which it knows all this).
 """
 
 from minimegatron.backend.group import NAME, SharedMemoryGroup, in_place_of, is_available

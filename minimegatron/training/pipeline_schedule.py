@@ -52,7 +52,7 @@ def pipeline_placement(args: Any) -> Placement | None:
 
 
 def schedule_of_run() -> Callable:
-    """The function that runs this run's steps without training; see `get_forward_backward_func`."""
+    """What runs this run's steps outside of `train`; see `get_forward_backward_func`."""
     return in_wrappers(get_forward_backward_func(pipeline_schedule=get_args().pipeline_schedule))
 
 

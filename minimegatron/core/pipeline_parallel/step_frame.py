@@ -125,10 +125,7 @@ class StepFrame(StepOnGroups):
             self.grad_sync.disable()
 
     def let_go(self, chunk: ModelChunk) -> None:
-        """Lets gradients go. Until `after_backward` only this chunk has any: its hooks need not say so.
-
-        `HookedFrame` notes which chunk it was.
-        """
+        """Lets gradients go; until `after_backward` only this chunk has any. See `HookedFrame` too."""
         self.grad_sync.enable()
 
     # -- The step ends --
