@@ -30,7 +30,6 @@ MOVED = {
     "core.batch_rampup": "core.batch_sizes",
     "core.call_attributes": "core.tracing",
     "core.datasets.index_cache": "core.datasets.megatron_dataset",
-    "core.datasets.stdlib_text": "core.datasets.stdlib_corpus",
     "core.device": "core.utils",
     "core.distributed.setup_checks": "core.optimizer.optimizer_setup",
     "core.distributed.stage_placement": "core.transformer.stages_as_told",

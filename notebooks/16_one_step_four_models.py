@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from minimegatron import launch, trace
 from minimegatron.core import parallel_state
-from minimegatron.core.datasets.stdlib_corpus import stdlib_files
+from minimegatron.core.datasets.stdlib_text import stdlib_files
 from minimegatron.core.ssm.ops.ssd_combined import (
     mamba_chunk_scan_combined,
     mamba_recurrence,
@@ -99,7 +99,7 @@ OWN = {
 # * what the loss function returns.
 
 # %%
-TEXT = "minimegatron.core.datasets.stdlib_corpus.stdlib_files"
+TEXT = "minimegatron.core.datasets.stdlib_text.stdlib_files"
 FEW_FILES = stdlib_files()[:80]
 WRAPPERS = ("core/tracing.py", "core/left_out.py")  # they only pass a call on
 

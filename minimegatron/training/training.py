@@ -335,8 +335,8 @@ def train_step(
         return {}, 1, should_checkpoint, should_exit, exit_code, None, None
 
     # -- 3. The update; then the ranks of a model agree on what they report --
-    # All ranks of a model answer alike already; in Megatron one whose parameters are frozen may not.
     update_successful, grad_norm, num_zeros_in_grad = optimizer.step()
+    # All ranks of a model answer alike already; in Megatron one whose parameters are frozen may not.
     update_successful = logical_and_across_model_parallel_group(update_successful)
     grad_norm = reduce_max_stat_across_model_parallel_group(grad_norm)
     if args.log_num_zeros_in_grad:

@@ -17,7 +17,7 @@ import torch
 
 from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
-from minimegatron.core.datasets import stdlib_corpus
+from minimegatron.core.datasets import stdlib_corpus, stdlib_text
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -67,7 +67,7 @@ def little_text() -> Iterator[None]:
     files = _few_files()
     with (
         mock.patch.object(stdlib_corpus, "stdlib_files", lambda: files),
-        mock.patch.object(stdlib_corpus, "stdlib_files", lambda: files),
+        mock.patch.object(stdlib_text, "stdlib_files", lambda: files),
     ):
         yield
 

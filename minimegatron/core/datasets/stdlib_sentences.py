@@ -19,7 +19,8 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from minimegatron.core.datasets.masked_dataset import IGNORED
-from minimegatron.core.datasets.stdlib_corpus import part_of_stdlib, unigram_entropy
+from minimegatron.core.datasets.stdlib_corpus import unigram_entropy
+from minimegatron.core.datasets.stdlib_text import part_of_stdlib
 from minimegatron.core.datasets.t5_dataset import (
     T5MaskedWordPieceDataset,
     T5MaskedWordPieceDatasetConfig,

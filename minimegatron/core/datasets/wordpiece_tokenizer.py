@@ -17,7 +17,7 @@ from minimegatron.core.datasets.megatron_tokenizer import (
     decode_document,
     import_tokenizers,
 )
-from minimegatron.core.datasets.stdlib_corpus import part_of_stdlib
+from minimegatron.core.datasets.stdlib_text import part_of_stdlib
 from minimegatron.core.datasets.wordpiece_vocabulary import (
     BOS,
     CLS,

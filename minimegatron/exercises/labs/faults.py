@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "sequence-parallel-gradient-not-scattered",
         _TP + "layers.py",
-        "reducing = collectives.reduce_scatter(grad_input, partial, group, async_op=True)",
-        "grad_input.copy_(partial.chunk(group.size())[group.rank()])",
+        "reducing = collectives.reduce_scatter(grad_input, of_this_rank, group, async_op=True)",
+        "grad_input.copy_(of_this_rank.chunk(group.size())[group.rank()])",
         "The input's gradient is cut but not summed.",
     ),
     Fault(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minimegatron.core.datasets import indexed_dataset, stdlib_corpus
+from minimegatron.core.datasets import indexed_dataset, stdlib_text
 from minimegatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
@@ -28,7 +28,7 @@ def check_data(args: argparse.Namespace) -> None:
     spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
     if args.data_path is None:
         check_spans(
-            args, spans, num_blocks(stdlib_corpus.stdlib_files()), "blocks of the built-in text"
+            args, spans, num_blocks(stdlib_text.stdlib_files()), "blocks of the built-in text"
         )
         return
     for prefix in prefixes_of_data(args):

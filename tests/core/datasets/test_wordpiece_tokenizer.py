@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minimegatron.core.datasets import megatron_tokenizer
-from minimegatron.core.datasets.stdlib_corpus import part_of_stdlib
+from minimegatron.core.datasets.stdlib_text import part_of_stdlib
 from minimegatron.core.datasets.wordpiece_tokenizer import (
     BertWordPieceTokenizer,
     build_wordpiece,
