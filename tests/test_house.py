@@ -82,7 +82,6 @@ LAYERS = [
         "core.timers",
     },
     {"core.parallel_getters", "core.straggler_detector"},
-    {"core.straggler_detector"},
     {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
     {"core.tensor_parallel"},
     {"core.dist_checkpointing.core"},
@@ -136,7 +135,6 @@ OFFERS_OF_NEIGHBOURS = {
 
 TORCH_FREE = [
     "minimegatron.core.batch_sizes",
-    "minimegatron.core.batch_sizes",
     "minimegatron.core.tracing",
     "minimegatron.core.datasets.megatron_tokenizer",
     "minimegatron.core.dist_checkpointing.core",
@@ -159,7 +157,6 @@ TORCH_FREE = [
     "minimegatron.core.scheduler_state",
     "minimegatron.core.ssm.mamba_config",
     "minimegatron.core.ssm.mamba_hybrid_layer_allocation",
-    "minimegatron.core.tracing",
     "minimegatron.core.transformer.enums",
     "minimegatron.core.transformer.layer_placement",
     "minimegatron.core.transformer.pipeline_parallel_layer_layout",
@@ -168,7 +165,6 @@ TORCH_FREE = [
     "minimegatron.doctor.shared_record",
     "minimegatron.doctor.watchman",
     "minimegatron.commands.exercises_command",
-    "minimegatron.exports",
     "minimegatron.exports",
     "minimegatron.commands.trace_command",
     "minimegatron.planner",
