@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 
 if OurModules not in sys.meta_path:
     sys.meta_path.insert(0, OurModules)
-    for name in (__name__, "minimegatron.core"):  # they are here before their finder
-        put_stand_ins(sys.modules[name])
+    put_stand_ins(sys.modules[__name__])  # it and the next are here before their finder
+    put_stand_ins(sys.modules["minimegatron.core"])
 
 __getattr__, __dir__ = lazily(
     __name__,

@@ -77,6 +77,9 @@ def test_the_package_loads_quickly_and_without_torch():
     loaded -= ASKED_BY_IMPORT
     assert loaded == {"minimegatron", "minimegatron.exports"}
     assert "torch" not in modules[0].split()
+    assert not hasattr(
+        minimegatron, "name"
+    )  # what the import needs itself is no name of the package's
 
 
 def test_the_imports_that_readme_shows():

@@ -156,7 +156,8 @@ def derive(args: argparse.Namespace) -> None:
         args.check_for_nan_in_loss_and_grad = False
     if args.pipeline_schedule is not None:
         args.pipeline_schedule = registered_name(args.pipeline_schedule)
-    if args.enable_cuda_graph or args.cuda_graph_scope or args.cuda_graph_impl != "none":
+    flags = (args.enable_cuda_graph, args.cuda_graph_impl, args.cuda_graph_scope)
+    if flags != (False, "none", None):
         args.cuda_graph_impl = captured_step.graph_impl(args)
     args.virtual_pipeline_model_parallel_size = _num_chunks(args)
     if args.overlap_p2p_comm is None:

@@ -41,6 +41,7 @@ def end_properly() -> None:
 def _end(pid: int) -> None:
     if os.getpid() != pid:  # a child that was forked from a rank
         return
+    # The hang doctor has been told already: `watch_ranks` registers that after this function.
     failures.stop_watching()
     failures.stop_watching_launcher()
     if dist.is_initialized():

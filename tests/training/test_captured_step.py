@@ -161,6 +161,13 @@ def test_all_three_spellings(flags, impl):
     assert args.cuda_graph_impl == impl and args.cuda_graph_warmup_steps == 3
 
 
+def test_an_empty_scope_is_a_scope():
+    with pytest.raises(
+        ValueError, match="--cuda-graph-scope is , but here a graph is of a whole step"
+    ):
+        parse_args(argv=[*short_runs.MODEL.split(), "--cuda-graph-scope", ""], environ={})
+
+
 def test_hidden_dropout_and_a_constant_loss_scale_may_be():
     assert parsed(f"{GRAPH} --hidden-dropout 0.1 --fp16 --loss-scale 128").cuda_graph_impl
 
