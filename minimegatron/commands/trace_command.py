@@ -1,4 +1,4 @@
-"""`minimegatron trace show|diff|export DIR`: what a run recorded with `--trace DIR` did.
+"""`minimegatron trace show|diff|export|unroll DIR`: what a run recorded with `--trace DIR` did.
 
 Torch-free. Exit code 1 of `show` and `diff` means that the run did not do what the plan, or the
 other run, says. Megatron has no counterpart.
@@ -21,23 +21,26 @@ from minimegatron.tracing.step import Step
 from minimegatron.tracing.step_report import heading, step_report
 from minimegatron.tracing.trace_view import Trace
 from minimegatron.tracing.trace_words import pace_words
+from minimegatron.tracing.unrolled_page import write_unrolled_html
 
 SUFFIXES = {"chrome": ".chrome.json", "html": ".html", "png": ".png", "json": ".json"}
 PLAN = "plan"
 EXAMPLES_OF = {
     "show": ("runs/trace", "runs/trace --step 3 --lanes", "runs/trace --rank 1 --microbatch 0"),
     "diff": ("runs/trace plan", "runs/before runs/after", "runs/trace runs/trace --other-step 4"),
+    "unroll": ("runs/trace --rank 1", "runs/trace --rank 1 --microbatch 2 --depth 3"),
     "export": ("runs/trace --format html", "runs/trace --format png --plan --output step.png"),
 }
 EXAMPLES = tuple(f"{action} {words[0]}" for action, words in EXAMPLES_OF.items())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Three things to do with a recording."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="show|diff|export")
+    """What can be done with a recording."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="show|diff|unroll|export")
     for name, add_to, words in (
         ("show", _add_show, "figures of a step, its lanes, or one rank's calls"),
         ("diff", _add_diff, "a run beside its plan, or beside another run"),
+        ("unroll", _add_unroll, "the lines that one step ran, call for call"),
         ("export", _add_export, "write a file for a viewer"),
     ):
         examples = with_examples(f"minimegatron trace {name}", EXAMPLES_OF[name])
@@ -67,6 +70,16 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_unroll(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("directory", metavar="DIR", help="the folder that --trace wrote, with --trace-lines")
+    add("--rank", type=int, default=0, metavar="R", help="a global rank (default: 0)")
+    add("--microbatch", type=int, metavar="M", help="only what works on this one")
+    depth = "levels of calls to show with their lines; 0: who calls whom (default: all)"
+    add("--depth", type=int, metavar="N", help=depth)
+    add("--html", metavar="FILE", help="write one page with all ranks instead, to be read offline")
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_recording(parser)
     add = parser.add_argument
@@ -94,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     trace = Trace.load(args.directory)
     if trace.missing_ranks:
         print(f"note: no recording of rank {', '.join(map(str, trace.missing_ranks))}")
-    return {"show": _show, "diff": _diff, "export": _export}[args.action](args, trace)
+    return {"show": _show, "diff": _diff, "export": _export, "unroll": _unroll}[args.action](args, trace)
 
 
 def _step(args: argparse.Namespace, trace: Trace, number: int) -> Step:
@@ -167,6 +180,20 @@ def _export(args: argparse.Namespace, trace: Trace) -> int:
         text = json.dumps(step_json(_step(args, trace, args.step))) + "\n"
         write_atomically(path, text.encode(), makes_folder=False)
     print(f"wrote {path}")
+    return 0
+
+
+def _unroll(args: argparse.Namespace, trace: Trace) -> int:
+    if args.depth is not None and args.depth < 0:
+        raise ValueError(f"--depth {args.depth} is below 0; 0 shows who calls whom, without lines")
+    if args.html is None:
+        print(trace.unrolled(args.rank, args.microbatch, args.depth))
+        return 0
+    for name in ("microbatch", "depth"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} is chosen on the page that --html writes; leave it out")
+    write_unrolled_html(trace, args.html, args.rank)
+    print(f"wrote {args.html}")
     return 0
 
 

@@ -11,6 +11,7 @@ Torch-free. Megatron has no counterpart.
             "pace": {...} or null, "is_cut": whether calls after the most that are kept are missing}
 "sources": {"path:first line": {"name", "text"}}     the functions that events and stacks name
 "stacks":  [[["path:first line", line], ...], ...]   outermost first
+"lines":   of one step, where they were recorded: see `step_lines`
 ```
 
 An event's `attributes`, each only where it applies:
@@ -51,6 +52,7 @@ from minimegatron.planner.actions import (
     timeline_to_json,
 )
 from minimegatron.tracing.recording_shape import check_recording
+from minimegatron.tracing.step_lines import StepLines
 
 AXES = ("pp", "tp", "dp", "cp")
 VERSIONS = range(1, SCHEMA_VERSION + 1)
@@ -108,6 +110,8 @@ class RankTrace:
     events: list[Event] = field(default_factory=list)
     stacks: list[list[tuple[str, int]]] = field(default_factory=list)
     sources: dict[str, Source] = field(default_factory=dict)
+    lines: StepLines | None = None
+    """Which lines one step ran, where that was recorded."""
 
     def stack(self, event: Event) -> list[tuple[str, int]]:
         """(source, line) from the outermost traced call down to the line that made this call.
@@ -120,9 +124,10 @@ class RankTrace:
             index = at.attributes.get("stack")
             frames = (self.stacks[index] if index is not None else []) + frames
             at = self.events[at.parent] if at.parent is not None else None
-        return [frame for frame in frames if not self._hands_on(frame[0])]
+        return [frame for frame in frames if not self.hands_on(frame[0])]
 
-    def _hands_on(self, key: str) -> bool:
+    def hands_on(self, key: str) -> bool:
+        """Whether a source is the function inside a decorator, which calls the one that was decorated."""
         source = self.sources.get(key)
         return source is not None and source.text.lstrip().startswith("@functools.wraps(")
 
@@ -171,6 +176,8 @@ class RankTrace:
         }
         data["sources"] = {key: asdict(source) for key, source in self.sources.items()}
         data["stacks"] = self.stacks
+        if self.lines is not None:
+            data["lines"] = self.lines.to_json()
         return data
 
     @classmethod
@@ -188,6 +195,7 @@ class RankTrace:
             events=events,
             stacks=[[tuple(frame) for frame in stack] for stack in data.get("stacks", [])],
             sources={key: Source(**value) for key, value in data.get("sources", {}).items()},
+            lines=StepLines.from_json(data["lines"]) if "lines" in data else None,
         )
 
 

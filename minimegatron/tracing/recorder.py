@@ -24,6 +24,7 @@ from minimegatron.tracing.clock import align_clocks
 from minimegatron.tracing.communicator_clock import CommunicatorClock
 from minimegatron.tracing.device_clock import DeviceClock, close_range, open_range, profiler_enabled
 from minimegatron.tracing.identity import Finding, UnitFinder
+from minimegatron.tracing.line_recorder import LineRecorder
 from minimegatron.tracing.rank_trace import RankTrace, save_rank
 from minimegatron.tracing.surroundings import Surroundings
 from minimegatron.tracing.to_events import to_rank_trace
@@ -42,6 +43,7 @@ def trace(
     *,
     first_step: int = 0,
     num_steps: int | None = None,
+    lines_of_step: int | None = None,
     gather: bool | None = None,
     max_calls: int = MAX_CALLS,
     read_clock: Callable[[], int] = time.perf_counter_ns,
@@ -56,22 +58,29 @@ def trace(
         directory: where each rank writes its file; None to write none.
         first_step, num_steps: record only these training steps (`train_step` calls, counted from
             0). None for `num_steps` records everything, also what is no training step.
+        lines_of_step: of this training step, counted likewise, record which lines ran too, for
+            `t.unrolled()`. The step takes up to three times as long; None costs nothing. A program that calls a
+            schedule by itself counts its calls.
         gather: bring all ranks' recordings to every rank, at the end. None does so exactly where
             there is no directory to read them from later.
         max_calls: calls kept per rank; later ones are not recorded, and the recording says so.
         read_clock, clock_id: another clock than the machine's, in nanoseconds, and its name.
 
     If the block raises, this rank's own recording is still kept, up to the calls that were open.
+
+    Raises ValueError if the step whose lines are wanted is not among the recorded ones.
     """
+    if lines_of_step is not None:
+        check_lines_step(lines_of_step, first_step, num_steps)
     run = Trace([])
     begin = align_clocks(read_clock, clock_id=clock_id)
-    recorder = Recorder(read_clock, first_step, num_steps, max_calls)
-    tracing.add_observer(recorder)
+    recorder = Recorder(read_clock, first_step, num_steps, max_calls, lines_of_step)
+    recorder.open()
     end = None
     try:
         yield run
         # Past this line every rank has come through, and may talk to the others again.
-        tracing.remove_observer(recorder)
+        recorder.detach()
         end = align_clocks(read_clock, clock_id=clock_id)
     finally:
         recorder.close()
@@ -88,6 +97,17 @@ def _gather(mine: RankTrace) -> list[RankTrace]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
+
+
+def check_lines_step(step: int, first_step: int, num_steps: int | None) -> None:
+    """Raises ValueError if this step is not recorded."""
+    last = None if num_steps is None else first_step + num_steps - 1
+    if step < (0 if num_steps is None else first_step) or (last is not None and step > last):
+        recorded = f"{first_step} to {last}" if last is not None else "0 and all after it"
+        raise ValueError(
+            f"the lines of step {step} are wanted, and the recorded steps are {recorded}, counted from 0; "
+            "give one of these"
+        )
 
 
 class Record:
@@ -125,6 +145,7 @@ class Recorder:
         first_step: int = 0,
         num_steps: int | None = None,
         max_calls: int = MAX_CALLS,
+        lines_of_step: int | None = None,
     ):
         self.records: list[Record] = []
         self.codes: dict[int, Any] = {}
@@ -144,8 +165,28 @@ class Recorder:
         self._open: list[Record | None] = []
         self._innermost: Record | None = None
         self.ended: int | None = None
+        self.lines: LineRecorder | None = None
+        if lines_of_step is not None:
+            self.lines = LineRecorder(lines_of_step, self.innermost_call)
 
     # -- As an observer --
+
+    def open(self) -> None:
+        """Begins to watch. Lines are recorded within: what is done for this recorder is none of them."""
+        tracing.add_observer(self)
+        if self.lines is not None:
+            tracing.add_observer(self.lines)
+
+    def detach(self) -> None:
+        """Watches no more. Raises ValueError if it did not."""
+        if self.lines is not None:
+            tracing.remove_observer(self.lines)
+        tracing.remove_observer(self)
+
+    def innermost_call(self) -> int | None:
+        """The index of the traced call that has begun last; None if that one is not recorded."""
+        record = self._open[-1] if self._open else None
+        return None if record is None else record.index
 
     def start(self, call: Call) -> None:
         """A traced call begins."""
@@ -191,7 +232,7 @@ class Recorder:
         """Ends the recording; calls that are still open are marked so later."""
         self.ended = self._read_clock()
         if self in tracing._observers:
-            tracing.remove_observer(self)
+            self.detach()
 
     # -- What is kept --
 

@@ -150,9 +150,14 @@ ABOUT = Keys(
     {"rank": int, "world_size": int, "coordinates": Keys(AXES, {}), "sizes": Keys(AXES, {})},
     {"device": str, "clock": CLOCK, "is_cut": bool},
 )
+LINES = Keys({"functions": [Keys({"source": str, "lines": [[int]]}, {})], "calls": [[int]]}, {})
 RECORDING = Keys(
     {"rank": ABOUT, "ranks": [[EVENT]]},
-    {"sources": Each(Keys({"name": str, "text": str}, {})), "stacks": [[list]]},
+    {
+        "sources": Each(Keys({"name": str, "text": str}, {})),
+        "stacks": [[list]],
+        "lines": LINES,
+    },
 )
 
 
@@ -203,6 +208,30 @@ def check_recording(data: Any) -> None:
             num_events, num_stages = len(data["ranks"][0]), data["rank"]["sizes"]["pp"]
             config = attributes["config"]
             _check_config(config, num_stages, num_events, f"{where}.attributes.config")
+    if "lines" in data:
+        _check_lines(data["lines"], data.get("sources", {}), len(data["ranks"][0]))
+
+
+def _check_lines(lines: dict[str, Any], sources: dict[str, Any], num_events: int) -> None:
+    for number, function in enumerate(lines["functions"]):
+        where = f"lines.functions.{number}"
+        if function["source"] not in sources:
+            raise ValueError(f"{where}.source is {function['source']!r:.60}, of which no text is kept")
+        num_lines = 1 + sources[function["source"]]["text"].count("\n")
+        for pair in function["lines"]:
+            if len(pair) != 2 or not 1 <= pair[0] <= num_lines:
+                raise ValueError(f"{where}.lines holds {pair!r:.60}; the text has {num_lines} lines")
+    levels: list[int] = []
+    for number, call in enumerate(lines["calls"]):
+        where = f"lines.calls.{number}"
+        if len(call) != 4:
+            raise ValueError(f"{where} has {len(call)} numbers, not function, parent, line, event")
+        function, parent, _, event = call
+        _check_index(function, len(lines["functions"]), f"{where}'s function")
+        # -1 is none; the first call alone has no parent, since all others are made within it.
+        _check_index(None if number == 0 and parent == -1 else parent, number, f"{where}'s parent")
+        _check_index(None if event == -1 else event, num_events, f"{where}'s event")
+        levels.append(_level(parent if number else None, levels, where))
 
 
 def _level(parent: int | None, levels: list[int], where: str) -> int:

@@ -39,6 +39,7 @@ def to_rank_trace(recorder: Any, begin: Alignment, end: Alignment | None) -> Ran
     # Without `end` the block raised, and the GPU may never come to an end of what it waits for.
     converter = _Converter(recorder, _clock(recorder, begin, end), wait_for_gpu=end is not None)
     events = _with_phases([converter.event(record) for record in recorder.records])
+    lines = None if recorder.lines is None else recorder.lines.step_lines(converter.texts)
     ends = [begin] if end is None else [begin, end]
     of_device = 0 if recorder.device_clock is None else recorder.device_clock.residual
     return RankTrace(
@@ -54,10 +55,11 @@ def to_rank_trace(recorder: Any, begin: Alignment, end: Alignment | None) -> Ran
             begin.is_shared,
         ),
         pace=None if surroundings.pace is None else surroundings.pace.lengths(),
-        is_cut=recorder.is_cut,
+        is_cut=recorder.is_cut or (recorder.lines is not None and recorder.lines.is_cut),
         events=events,
         stacks=converter.texts.stacks,
         sources=converter.texts.sources,
+        lines=lines,
     )
 
 

@@ -14,6 +14,8 @@ from minimegatron.tracing.plot import plot_step
 from minimegatron.tracing.render_lanes import render_lanes
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.step_report import step_report
+from minimegatron.tracing.unrolled import unroll
+from minimegatron.tracing.unrolled_text import heading, unrolled_text
 
 
 class Trace(Run):
@@ -51,6 +53,20 @@ class Trace(Run):
             if self.is_whole(**pipeline):
                 events |= self.step(number, **pipeline).events[recording.coordinates["pp"]]
         return "\n".join(call_tree(recording, dict(sorted(events.items())), **filters))
+
+    def unrolled(
+        self, rank: int = 0, microbatch: int | None = None, depth: int | None = None
+    ) -> str:
+        """The lines that one step ran on a global rank, call for call: see `unrolled_text`.
+
+        Raises ValueError if no lines of that rank were recorded.
+        """
+        found = unroll(self)
+        if rank not in found:
+            there = ", ".join(map(str, found))
+            raise ValueError(f"there are no recorded lines of rank {rank}; there are: {there}")
+        lines = unrolled_text(found[rank], microbatch, depth)
+        return "\n".join([heading(found[rank]), "", *lines])
 
     def plot(self, path: str | os.PathLike | None = None, step: int = 0, **options: Any) -> Any:
         """One step as a matplotlib figure, saved to `path` if given.

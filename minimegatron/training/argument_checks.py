@@ -339,12 +339,29 @@ def check_tensorboard(args: argparse.Namespace) -> None:
     check_folder("--tensorboard-dir", args.tensorboard_dir)
 
 
+def check_trace_lines(args: argparse.Namespace) -> None:
+    """The step whose lines are wanted is recorded, and comes."""
+    step, first, num_steps = args.trace_lines, args.trace_first_step, args.trace_num_steps
+    if step is None:
+        return
+    # Without a number of steps all are recorded, whichever comes first.
+    begin, end = (0, args.train_iters) if num_steps is None else (first, first + num_steps)
+    end = min(end, args.train_iters or end)
+    if not begin <= step < end:
+        raise ValueError(
+            f"--trace-lines {step} is no recorded step: with --trace-first-step {first}, "
+            f"--trace-num-steps {num_steps} and --train-iters {args.train_iters}, give {begin} to "
+            f"{end - 1}"
+        )
+
+
 def check_tracing(args: argparse.Namespace) -> None:
     """Steps to record need a folder, which takes files; a pace has both lengths."""
     if args.trace is None:
         for flag, value in (
             ("--trace-first-step", args.trace_first_step or None),
             ("--trace-num-steps", args.trace_num_steps),
+            ("--trace-lines", args.trace_lines),
         ):
             if value is not None:
                 raise ValueError(f"{flag} {value} needs --trace and a folder")
@@ -355,6 +372,7 @@ def check_tracing(args: argparse.Namespace) -> None:
                 f"--trace-first-step {args.trace_first_step} is never reached in --train-iters "
                 f"{args.train_iters}, counted from 0; give {args.train_iters - 1} or less"
             )
+        check_trace_lines(args)
     for given, other in (("forward", "backward"), ("backward", "forward")):
         if (
             getattr(args, f"pace_{given}_ms") is not None

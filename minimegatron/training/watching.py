@@ -34,13 +34,18 @@ def watched() -> Iterator[None]:
         if args.trace is not None:
             run = stack.enter_context(
                 tracing.recorder.trace(
-                    args.trace, first_step=args.trace_first_step, num_steps=args.trace_num_steps
+                    args.trace,
+                    first_step=args.trace_first_step,
+                    num_steps=args.trace_num_steps,
+                    lines_of_step=args.trace_lines,
                 )
             )
         yield
     if args.trace is not None:
         print_rank_0(f"> recorded in {args.trace} ({run.clock_words}); see it with:")
         print_rank_0(f">   minimegatron trace show {args.trace}")
+        if args.trace_lines is not None:
+            print_rank_0(f">   minimegatron trace unroll {args.trace} --rank 0")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,293 @@
+"""One recorded step of one rank as a tree: who called whom, from which line, for which microbatches.
+
+Torch-free. Megatron has no counterpart.
+
+Calls of one function from one line of one caller are one `Node`: a loop's turns do not repeat. Its
+children are the calls that any of them made, in the order of the first.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from minimegatron.planner.actions import SEND, Event, Message
+from minimegatron.tracing.code_rows import CodeRows, rows_of
+from minimegatron.tracing.rank_trace import RankTrace, Source
+from minimegatron.tracing.run import Run
+from minimegatron.tracing.step_lines import NONE, FunctionLines, LinesCall
+from minimegatron.tracing.trace_words import moved_words
+
+Unit = tuple[int | None, int | None]
+"""A microbatch and a chunk; None for what belongs to none."""
+
+HELPERS = ("p2p-start", "p2p-wait")
+"""Traced calls that are no links of the chain: they are within a call that says the same."""
+LINKS = frozenset(
+    {
+        "core.distributed.distributed_data_parallel.DistributedDataParallel._after_grad",
+        "core.distributed.distributed_data_parallel.DistributedDataParallel.zero_grad_buffer",
+        "core.optimizer_param_scheduler.OptimizerParamScheduler.step",
+        "core.pipeline_parallel.loops.interleaved_1f1b",
+        "core.pipeline_parallel.loops.one_f_one_b",
+        "pretrain_bert.get_batch",
+        "pretrain_gpt.get_batch",
+        "pretrain_mamba.get_batch",
+        "pretrain_t5.get_batch",
+    }
+)
+"""Links of the chain that are not traced, without the package's name."""
+
+
+class Row(NamedTuple):
+    """A message that a node's calls sent or received; and at which node of the other rank it did the other."""
+
+    message: Message
+    peer_rank: int
+    """The other's global rank."""
+    peer_node: int | None
+    """The node of its tree; None where it left no recorded lines."""
+    number: int
+    """Place among all messages of this rank, in the order of the calls."""
+    peer_number: int | None
+    """The same of the other rank."""
+
+
+@dataclass(eq=False)
+class Node:
+    """All calls of one function from one line of one caller."""
+
+    number: int
+    """Place in `Unrolled.nodes`: 0 is the step, a caller comes before what it calls."""
+    function: int
+    """Index into the recording's functions."""
+    parent: "Node | None"
+    line: int
+    """Of the caller's text: where it is called."""
+    is_link: bool
+    """Whether it is a link of the chain; else a helper of one."""
+    num_calls: int = 0
+    units: dict[Unit, None] = field(default_factory=dict)
+    """What its calls worked on, in order."""
+    events: list[int] = field(default_factory=list)
+    """Of those that are traced, indices into the recording's events."""
+    children: list["Node"] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What a collective moved, in words; each once."""
+
+    def links(self) -> Iterator["Node"]:
+        """The nearest links of the chain within it: whom it calls, told without helpers."""
+        for child in self.children:
+            if child.is_link:
+                yield child
+            else:
+                yield from child.links()
+
+    def below(self) -> Iterator["Node"]:
+        """It and all that is nested in it, callers first."""
+        yield self
+        for child in self.children:
+            yield from child.below()
+
+    def is_about(self, microbatch: int) -> bool:
+        """Whether any of its calls works on this microbatch, or carries its messages."""
+        works = any(unit[0] == microbatch for unit in self.units)
+        return works or any(row.message.microbatch == microbatch for row in self.rows)
+
+
+class Unrolled:
+    """The step whose lines one rank recorded. `unroll` makes those of all ranks together."""
+
+    def __init__(self, recording: RankTrace):
+        self.recording, self.lines = recording, recording.lines
+        self.nodes: list[Node] = []
+        self._of_event: dict[int, Node] = {}
+        self._rows: dict[int, CodeRows] = {}
+        self._grow()
+
+    @property
+    def root(self) -> Node:
+        return self.nodes[0]
+
+    def source(self, node: Node) -> Source:
+        """The function's name and its own text."""
+        return self.recording.sources[self.ran(node).source]
+
+    def place(self, node: Node) -> tuple[str, int]:
+        """The function's file, and its first line there when it was recorded."""
+        path, _, line = self.ran(node).source.rpartition(":")
+        return path, int(line)
+
+    def ran(self, node: Node) -> FunctionLines:
+        """Which of the function's lines ran, in any of its calls of this step."""
+        return self.lines.functions[node.function]
+
+    def place_in_caller(self, node: Node) -> int:
+        """The line of the caller's text below which it stands: the last one of the calling statement.
+
+        What the end of a `with` calls stands below its block.
+        """
+        if node.parent is None:
+            return 0
+        rows = self.rows(node.parent)
+        if self.source(node).name.endswith(("__exit__", "__aexit__")) and node.line in rows.exits:
+            return rows.exits[node.line]
+        return rows.ends.get(node.line, node.line)
+
+    def rows(self, node: Node) -> CodeRows:
+        """The function's text: what is shown of it, and what is folded."""
+        if node.function not in self._rows:
+            text, ran = self.source(node).text, self.ran(node).lines
+            self._rows[node.function] = rows_of(text, ran, self.num_calls[node.function])
+        return self._rows[node.function]
+
+    @property
+    def num_lines(self) -> int:
+        """Lines that ran, of all functions."""
+        return sum(len(function.lines) for function in self.lines.functions)
+
+    def node_of(self, event: int) -> Node | None:
+        """The node that a traced call is of; None for a call outside the step."""
+        return self._of_event.get(event)
+
+    def traced(self) -> list[tuple[int, Node]]:
+        """Each traced call of the step, by its index in the recording, with its node."""
+        return sorted(self._of_event.items(), key=lambda item: item[0])
+
+    @cached_property
+    def first(self) -> dict[int, Node]:
+        """By function: the node at which it is called first, and where its lines are shown."""
+        found: dict[int, Node] = {}
+        for node in self.nodes:
+            found.setdefault(node.function, node)
+        return found
+
+    @cached_property
+    def num_calls(self) -> list[int]:
+        """By function: how often it was called."""
+        counts = [0] * len(self.lines.functions)
+        for call in self.lines.calls:
+            counts[call.function] += 1
+        return counts
+
+    # -- Making it --
+
+    def _grow(self) -> None:
+        of_call: list[Node] = []
+        units: list[Unit] = []
+        lines: list[int] = []
+        known: dict[tuple[Node | None, int, int], Node] = {}
+        handing_on = self._handing_on()
+        for call in self.lines.calls:
+            parent, line = (of_call[call.parent], call.line) if call.parent != NONE else (None, 0)
+            event = self.recording.events[call.event] if call.event != NONE else None
+            around = units[call.parent] if call.parent != NONE else (None, None)
+            units.append(_unit_of(event, around))
+            if call.parent != NONE and self.lines.calls[call.parent].function in handing_on:
+                line = lines[call.parent]
+            lines.append(line)
+            if call.function in handing_on and parent is not None:
+                of_call.append(parent)
+                continue
+            key = (parent, line, call.function)
+            node = known.get(key)
+            if node is None:
+                node = known[key] = Node(0, call.function, parent, line, self._is_link(call))
+                if parent is not None:
+                    parent.children.append(node)
+            of_call.append(node)
+            node.num_calls += 1
+            node.units.setdefault(units[-1])
+            if event is not None:
+                self._add_event(node, call.event, event)
+        # A caller stands before what it calls, and that in the order of lines that a reader sees.
+        self.nodes = list(of_call[0].below())
+        for number, node in enumerate(self.nodes):
+            node.number = number
+
+    def _handing_on(self) -> set[int]:
+        """Decorators' functions that make one call each time: they only hand a call on."""
+        num_made = [0] * len(self.lines.calls)
+        for call in self.lines.calls[1:]:
+            num_made[call.parent] += 1
+        busy = {c.function for c, made in zip(self.lines.calls, num_made, strict=True) if made != 1}
+        return {
+            number
+            for number, function in enumerate(self.lines.functions)
+            if number not in busy and self.recording.hands_on(function.source)
+        }
+
+    def _is_link(self, call: LinesCall) -> bool:
+        if call.event != NONE:
+            return self.recording.events[call.event].name not in HELPERS
+        name = self.recording.sources[self.lines.functions[call.function].source].name
+        return name.removeprefix("minimegatron.") in LINKS
+
+    def _add_event(self, node: Node, index: int, event: Event) -> None:
+        node.events.append(index)
+        self._of_event[index] = node
+        words = moved_words(event)
+        if words and "payload" not in event.attributes and words not in node.notes:
+            node.notes.append(words)
+
+
+def _unit_of(event: Event | None, around: Unit) -> Unit:
+    if event is None or event.action.microbatch is None:
+        return around
+    return (event.action.microbatch, event.action.chunk)
+
+
+# -- All ranks --
+
+
+def unroll(run: Run) -> dict[int, Unrolled]:
+    """By global rank: the step whose lines were recorded, each message with its other end.
+
+    Raises ValueError, saying what to do, if no rank recorded lines.
+    """
+    found = {rank.rank: Unrolled(rank) for rank in run.ranks if rank.lines is not None}
+    if not found:
+        raise ValueError(
+            "the recording has no lines of a step; record with --trace-lines STEP, or with "
+            "trace(lines_of_step=...)"
+        )
+    ends = {rank: {end.key: end for end in _ends(unrolled)} for rank, unrolled in found.items()}
+    for rank, unrolled in found.items():
+        stage, ranks = unrolled.recording.coordinates["pp"], _pipeline_of(unrolled, run.ranks)
+        for end in ends[rank].values():
+            is_sent, payload, peer, ordinal = end.key
+            if peer not in ranks:
+                continue
+            other = ends.get(ranks[peer], {}).get((not is_sent, payload, stage, ordinal))
+            place = (None, None) if other is None else (other.node.number, other.number)
+            end.node.rows.append(Row(end.message, ranks[peer], place[0], end.number, place[1]))
+    return found
+
+
+class _End(NamedTuple):
+    key: tuple[bool, str, int, int]
+    """Whether it is sent, what it carries, the other stage, how many like it came before."""
+    node: Node
+    message: Message
+    number: int
+
+
+def _ends(unrolled: Unrolled) -> Iterator[_End]:
+    """The ends of messages that a rank has, in the order of its calls."""
+    counts: dict[tuple, int] = {}
+    for index, node in unrolled.traced():
+        for message in unrolled.recording.events[index].action.messages:
+            key = (message.direction == SEND, message.payload, message.peer)
+            counts[key] = counts.get(key, -1) + 1
+            yield _End((*key, counts[key]), node, message, sum(counts.values()) + len(counts) - 1)
+
+
+def _pipeline_of(unrolled: Unrolled, ranks: Iterable[RankTrace]) -> dict[int, int]:
+    """By stage: the global rank of the pipeline that this rank is in."""
+    mine = unrolled.recording.coordinates
+    return {
+        other.coordinates["pp"]: other.rank
+        for other in ranks
+        if all(other.coordinates[axis] == mine[axis] for axis in ("tp", "dp", "cp"))
+    }

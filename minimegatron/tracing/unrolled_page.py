@@ -1,0 +1,247 @@
+"""A step unrolled as one page that needs no network: its data, and what stands there without scripts.
+
+Torch-free. Megatron has no counterpart.
+
+The keys of the data are short, since there are hundreds of calls per rank:
+
+* `functions`: [name, path, first line, its first sentence, first and last line of the docstring, text].
+  The text has no docstring and no common indentation.
+* `views`: [function, [[first, last, words] of each fold], [[line, calls that ran it]]]
+* `ranks`: of each `rank`, `place`, `calls`, `functions`, `lines` (how many), and
+  `nodes`: [view, caller, line of the caller below which it stands, calls, units, notes, whether a link,
+  whether the function's first call]; `units` and `notes` are indices into `words`;
+  `messages`: [node, 1 if it is sent, what it carries, microbatch, chunk, other rank, number of the message
+  there or -1, size]
+* `words`: texts and lists of texts that occur often
+"""
+
+import json
+import os
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from minimegatron.core.datasets.atomic_file import write_atomically
+from minimegatron.core.json_text import json_for_html
+from minimegatron.planner.actions import SEND
+from minimegatron.tracing.code_rows import DOCSTRING
+from minimegatron.tracing.rank_trace import RankTrace
+from minimegatron.tracing.run import Run
+from minimegatron.tracing.trace_words import size
+from minimegatron.tracing.unrolled import Node, Unrolled, unroll
+from minimegatron.tracing.unrolled_text import number_words, short_name
+
+ASSETS = Path(__file__).parent / "assets"
+LINES_PER_MINUTE = 10
+"""How fast one reads code that one wants to understand; a call's own row counts as a line."""
+
+
+def write_unrolled_html(run: Run, path: str | os.PathLike, rank: int = 0) -> None:
+    """Writes the page. `rank` is the one that it opens with."""
+    write_atomically(path, unrolled_html(run, rank).encode(), makes_folder=False)
+
+
+def unrolled_html(run: Run, rank: int = 0) -> str:
+    """The page's text. Raises ValueError if no lines were recorded, or none of this rank."""
+    data = unrolled_data(run)
+    if rank not in [of_rank["rank"] for of_rank in data["ranks"]]:
+        raise ValueError(f"there are no recorded lines of rank {rank}")
+    data |= {"rate": LINES_PER_MINUTE, "first": rank, "strings": read_strings()}
+    page = (ASSETS / "unrolled.html").read_text(encoding="utf-8")
+    for name, text in (
+        ("/*STYLE*/", (ASSETS / "unrolled.css").read_text(encoding="utf-8")),
+        ("/*PROGRAM*/", (ASSETS / "unrolled.js").read_text(encoding="utf-8")),
+        ("<!--OUTLINE-->", outline_html(data)),
+        ("/*DATA*/", json_for_html(data)),
+    ):
+        page = page.replace(name, text, 1)
+    return page
+
+
+def read_strings() -> dict[str, str]:
+    """The words of the page, by name; a site may have them in another language."""
+    return json.loads((ASSETS / "unrolled_words.json").read_text(encoding="utf-8"))
+
+
+# -- Data --
+
+
+class _Table:
+    """Values, each once, by number."""
+
+    def __init__(self):
+        self._numbers: dict[str, int] = {}
+        self.values: list[Any] = []
+
+    def number(self, value: Any) -> int:
+        key = json.dumps(value)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
+            self.values.append(value)
+        return self._numbers[key]
+
+
+def unrolled_data(run: Run) -> dict[str, Any]:
+    """Everything the page shows, of all ranks whose lines were recorded."""
+    functions, views, words = _Table(), _Table(), _Table()
+    ranks = [
+        _rank_data(unrolled, functions, views, words) for _, unrolled in sorted(unroll(run).items())
+    ]
+    return {
+        "functions": functions.values,
+        "views": views.values,
+        "words": words.values,
+        "ranks": ranks,
+    }
+
+
+def _rank_data(unrolled: Unrolled, functions: _Table, views: _Table, words: _Table) -> dict:
+    def view(node: Node) -> int:
+        rows = unrolled.rows(node)
+        folds = [[f.first, f.last, words.number(f.words)] for f in rows.folds]
+        number = functions.number(function_data(unrolled, node))
+        return views.number([number, folds, [list(count) for count in rows.counts.items()]])
+
+    messages: dict[int, list] = {}
+    for node in unrolled.nodes:
+        for row in node.rows:
+            message = row.message
+            messages[row.number] = [
+                node.number,
+                int(message.direction == SEND),
+                words.number(message.payload),
+                message.microbatch,
+                message.chunk,
+                row.peer_rank,
+                -1 if row.peer_number is None else row.peer_number,
+                words.number(size(message.num_bytes)),
+            ]
+    recording = unrolled.recording
+    return {
+        "rank": recording.rank,
+        "place": place_words(recording),
+        "calls": len(unrolled.lines.calls),
+        "functions": len(unrolled.lines.functions),
+        "lines": unrolled.num_lines,
+        "nodes": [
+            [
+                view(node),
+                -1 if node.parent is None else node.parent.number,
+                unrolled.place_in_caller(node),
+                node.num_calls,
+                words.number(_units(node)),
+                words.number(node.notes),
+                int(node.is_link),
+                int(unrolled.first[node.function] is node),
+            ]
+            for node in unrolled.nodes
+        ],
+        "messages": [messages[number] for number in sorted(messages)],
+    }
+
+
+def place_words(recording: RankTrace) -> str:
+    """A rank's coordinates on the axes that have more than one; "" if none has."""
+    axes = [axis for axis, size in recording.sizes.items() if size > 1]
+    return ", ".join(f"{axis} {recording.coordinates[axis]}" for axis in axes)
+
+
+def _units(node: Node) -> list[list]:
+    """[chunk, its microbatches in words] for each chunk; empty for work on none."""
+    by_chunk: dict[int, list[int]] = {}
+    for microbatch, chunk in node.units:
+        if microbatch is not None:
+            by_chunk.setdefault(chunk or 0, []).append(microbatch)
+    return [[chunk, number_words(found)] for chunk, found in sorted(by_chunk.items())]
+
+
+def function_data(unrolled: Unrolled, node: Node) -> list:
+    """A function as the page has it."""
+    path, line = unrolled.place(node)
+    source, folds = unrolled.source(node), unrolled.rows(node).folds
+    docstring = next(((f.first, f.last) for f in folds if f.words == DOCSTRING), (0, 0))
+    return [source.name, path, line, *page_text(source.text, docstring)]
+
+
+@lru_cache(maxsize=4096)
+def page_text(text: str, docstring: tuple[int, int]) -> tuple[str, int, int, str]:
+    """The first sentence of the docstring, its first and last line, and the text without it."""
+    first, last = docstring
+    lines = textwrap.dedent(text).rstrip("\n").split("\n")
+    words = " ".join(line.strip() for line in lines[first - 1 : last]).strip() if first else ""
+    sentence = words.strip("\"' ").partition(". ")[0].rstrip(".")
+    kept = lines[: first - 1] + lines[last:] if first else lines
+    return sentence, first, last, "\n".join(kept)
+
+
+# -- Without scripts --
+
+LinkOf = Callable[[int], str]
+"""Of a function, by its number: links to where it is explained, as HTML."""
+
+
+def outline_html(data: dict[str, Any], links_of: LinkOf | None = None) -> str:
+    """Who calls whom on each rank, as nested lists with links: what a reader sees without scripts."""
+    links_of = links_of or (lambda number: "")
+    return "".join(_rank_outline(data, rank, links_of) for rank in data["ranks"])
+
+
+def _rank_outline(data: dict[str, Any], rank: dict[str, Any], links_of: LinkOf) -> str:
+    messages: dict[int, list[str]] = {}
+    for number, message in enumerate(rank["messages"]):
+        messages.setdefault(message[0], []).append(_message_html(data, rank, number, message))
+    children: dict[int, list[int]] = {}
+    for number, node in enumerate(rank["nodes"]):
+        children.setdefault(node[1], []).append(number)
+
+    def links(number: int) -> Iterator[int]:
+        for child in children.get(number, ()):
+            if rank["nodes"][child][6]:
+                yield child
+            else:
+                yield from links(child)
+
+    def item(number: int) -> str:
+        below = "".join(map(item, links(number)))
+        inner = f"<ol>{below}</ol>" if below else ""
+        told = "".join(messages.get(number, ()))
+        told = f'<ul class="u-messages">{told}</ul>' if told else ""
+        head = _head_html(data, rank["nodes"][number], links_of)
+        return f'<li id="rank-{rank["rank"]}-call-{number}">{head}{told}{inner}</li>'
+
+    name = f"Rank {rank['rank']}"
+    return (
+        f'<h2 id="rank-{rank["rank"]}">{name} <small>{escape(rank["place"])}</small></h2>'
+        f'<ol class="u-outline">{item(0)}</ol>'
+    )
+
+
+def _head_html(data: dict[str, Any], node: list, links_of: LinkOf) -> str:
+    number = data["views"][node[0]][0]
+    name, path, line = data["functions"][number][:3]
+    units = data["words"][node[4]]
+    words = ["; ".join(f"{_chunk(chunk, units)}microbatches {found}" for chunk, found in units)]
+    if node[3] > 1:
+        words.append(f"{node[3]} calls")
+    words += data["words"][node[5]][:2]
+    told = " · ".join(filter(None, words))
+    place = links_of(number) or f"<span>{escape(path.rpartition('/')[2])}:{line}</span>"
+    return f"<code>{escape(short_name(name))}</code> {escape(told)} <small>{place}</small>"
+
+
+def _chunk(chunk: int, units: list) -> str:
+    return f"chunk {chunk}: " if len(units) > 1 else ""
+
+
+def _message_html(data: dict[str, Any], rank: dict[str, Any], number: int, message: list) -> str:
+    _, is_sent, payload, microbatch, _, peer, peer_number, num_bytes = message
+    where = f"rank {peer}"
+    if peer_number >= 0:
+        where = f'<a href="#rank-{peer}-message-{peer_number}">{where}</a>'
+    arrow, to = ("→", "to") if is_sent else ("←", "from")
+    words = escape(f"{arrow} {data['words'][payload]} of microbatch {microbatch} {to} ")
+    rank_id = f"rank-{rank['rank']}-message-{number}"
+    return f'<li id="{rank_id}">{words}{where}, {data["words"][num_bytes]}</li>'

@@ -1,0 +1,203 @@
+"""A step unrolled as text: each call with the lines that it ran, in the order of the calls.
+
+Torch-free. Megatron has no counterpart.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from minimegatron.planner.actions import SEND
+from minimegatron.tracing.trace_words import size
+from minimegatron.tracing.unrolled import Node, Row, Unit, Unrolled
+
+
+def unrolled_text(
+    unrolled: Unrolled, microbatch: int | None = None, depth: int | None = None
+) -> Iterator[str]:
+    """The lines to print.
+
+    Args:
+        unrolled: the step of one rank.
+        microbatch: only calls that work on this one or carry its messages, and the calls around them.
+        depth: so many levels of calls are shown with their lines, the first being the step itself; below
+            them only the links of the chain, each in one line. 0: who calls whom. None: all lines.
+
+    Raises ValueError if the step has no such microbatch.
+    """
+    if microbatch is not None and not any(node.is_about(microbatch) for node in unrolled.nodes):
+        there = number_words(unit[0] for node in unrolled.nodes for unit in node.units)
+        raise ValueError(f"no call of this step is about microbatch {microbatch}; there are {there}")
+    yield from _Text(unrolled, microbatch, depth).lines()
+
+
+def heading(unrolled: Unrolled) -> str:
+    """Whose step it is, and how much of it there is."""
+    recording = unrolled.recording
+    place = ", ".join(f"{axis} {value}" for axis, value in recording.coordinates.items())
+    return (
+        f"rank {recording.rank} of {recording.world_size} ({place}): {len(unrolled.lines.calls):,} calls "
+        f"of {len(unrolled.lines.functions)} functions, {unrolled.num_lines:,} lines ran"
+    )
+
+
+class _Text:
+    def __init__(self, unrolled: Unrolled, microbatch: int | None, depth: int | None):
+        self.unrolled, self.microbatch, self.depth = unrolled, microbatch, depth
+        self.wanted: set[Node] | None = None
+        if microbatch is not None:
+            self.wanted = set()
+            for node in unrolled.nodes:
+                at: Node | None = node if node.is_about(microbatch) else None
+                while at is not None and at not in self.wanted:
+                    self.wanted.add(at)
+                    at = at.parent
+
+    def lines(self) -> Iterator[str]:
+        root = self.unrolled.root
+        yield self._head(root)
+        yield from self._body(root, "", 0)
+
+    def _is_shown(self, node: Node) -> bool:
+        return self.wanted is None or node in self.wanted
+
+    def _head(self, node: Node) -> str:
+        path, line = self.unrolled.place(node)
+        words = call_words(node, self.microbatch)
+        name = short_name(self.unrolled.source(node).name)
+        return "  ".join(filter(None, (name, words, f"[{path.rpartition('/')[2]}:{line}]")))
+
+    def _body(self, node: Node, indent: str, level: int) -> Iterator[str]:
+        """What stands below a call's own line: its messages, then its code or whom it calls."""
+        for row in self._rows(node):
+            yield f"{indent}{row_words(row)}"
+        if self.depth is not None and level >= self.depth:
+            for link in node.links():
+                if self._is_shown(link):
+                    yield f"{indent}{self._head(link)}"
+                    yield from self._body(link, f"{indent}  ", level + 1)
+            return
+        if self.unrolled.first[node.function] is not node:
+            yield f"{indent}= its lines stand at its first call, above"
+            yield from self._outline(node, indent)
+            return
+        yield from self._code(node, indent, level)
+
+    def _outline(self, node: Node, indent: str) -> Iterator[str]:
+        for link in node.links():
+            if self._is_shown(link):
+                yield f"{indent}{self._head(link)}"
+                for row in self._rows(link):
+                    yield f"{indent}  {row_words(row)}"
+                yield from self._outline(link, f"{indent}  ")
+
+    def _code(self, node: Node, indent: str, level: int) -> Iterator[str]:
+        text, rows = self.unrolled.source(node).text, self.unrolled.rows(node)
+        lines, first = text.rstrip("\n").split("\n"), self.unrolled.place(node)[1]
+        own = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+        folds = {fold.first: fold for fold in rows.folds}
+        callees: dict[int, list[Node]] = {}
+        for child in node.children:
+            callees.setdefault(self.unrolled.place_in_caller(child), []).append(child)
+        number = 1
+        while number <= rows.num_lines:
+            fold = folds.get(number)
+            last = number if fold is None else fold.last
+            if fold is not None:
+                yield f"{indent}    … {counted(fold.num_lines, 'line')}: {fold.words}"
+            elif lines[number - 1].strip():
+                count = rows.counts.get(number)
+                some = "" if count is None else f"   # in {count} of {self._num_calls(node)} calls"
+                yield f"{indent}{first + number - 1:5} {lines[number - 1][own:]}{some}"
+            for at in range(number, last + 1):
+                for callee in filter(self._is_shown, callees.get(at, ())):
+                    yield f"{indent}      └ {self._head(callee)}"
+                    yield from self._body(callee, f"{indent}        ", level + 1)
+            number = last + 1
+
+    def _num_calls(self, node: Node) -> int:
+        return self.unrolled.num_calls[node.function]
+
+    def _rows(self, node: Node) -> list[Row]:
+        wanted = self.microbatch
+        return [row for row in node.rows if wanted in (None, row.message.microbatch)]
+
+
+# -- Words --
+
+
+def short_name(name: str) -> str:
+    """A function's name without its module; of one that is defined inside another, both.
+
+    >>> short_name("minimegatron.core.pipeline_parallel.steps.ModelChunk.forward_step")
+    'ModelChunk.forward_step'
+    >>> short_name("package.module.outer.<locals>.inner")
+    'inner, defined in outer'
+    """
+    outer, _, inner = name.rpartition(".<locals>.")
+    if outer:
+        return f"{inner}, defined in {short_name(outer)}"
+    parts = inner.split(".")
+    is_method = len(parts) > 1 and parts[-2].lstrip("_")[:1].isupper()
+    return ".".join(parts[-2:]) if is_method else parts[-1]
+
+
+def call_words(node: Node, microbatch: int | None = None) -> str:
+    """What a node's calls worked on, and how many there were; "" for one call that is of no microbatch."""
+    units = [unit for unit in node.units if microbatch in (None, unit[0])]
+    parts = [unit_words(units)]
+    if node.num_calls > 1:
+        parts.append(f"{node.num_calls} calls")
+    return "  ".join(filter(None, (*parts, "; ".join(node.notes[:2]))))
+
+
+def unit_words(units: Iterable[Unit]) -> str:
+    """
+    >>> unit_words([(0, 0), (1, 0), (2, 0), (7, 0)]), unit_words([(3, 0), (3, 1), (4, 1)])
+    ('microbatches 0-2, 7', 'chunk 0: microbatch 3; chunk 1: microbatches 3-4')
+    """
+    by_chunk: dict[int, list[int]] = {}
+    for microbatch, chunk in units:
+        if microbatch is not None:
+            by_chunk.setdefault(chunk or 0, []).append(microbatch)
+    if len(by_chunk) < 2:
+        return "".join(map(_microbatches, by_chunk.values()))
+    return "; ".join(f"chunk {c}: {_microbatches(found)}" for c, found in sorted(by_chunk.items()))
+
+
+def _microbatches(numbers: list[int]) -> str:
+    return f"microbatch{'es' * (len(set(numbers)) > 1)} {number_words(numbers)}"
+
+
+def number_words(numbers: Iterable[int | None]) -> str:
+    """Numbers in order, runs of them by their ends; "none" if there are none.
+
+    >>> number_words([3, 0, 1, None, 2, 7])
+    '0-3, 7'
+    """
+    runs: list[list[int]] = []
+    for number in sorted({number for number in numbers if number is not None}):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs) or "none"
+
+
+def row_words(row: Row) -> str:
+    """A message, and where its other end is."""
+    message = row.message
+    arrow = "→" if message.direction == SEND else "←"
+    where = f"rank {row.peer_rank}"
+    if row.peer_node is not None:
+        where += f", call {row.peer_node}"
+    return (
+        f"{arrow} {message.payload} of microbatch {message.microbatch} "
+        f"{'to' if message.direction == SEND else 'from'} {where}, {size(message.num_bytes)}"
+    )
+
+
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "line"), counted(3, "line")
+    ('1 line', '3 lines')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
