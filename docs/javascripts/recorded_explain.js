@@ -46,7 +46,15 @@
         make("p", {}, `${words.join(", ")}.`), gap ? make("p", {}, `${gap.words}. `, make("button", { type: "button", class: "mmp-link", onclick: () => this.choose(gap.id) }, say("idle.chain"))) : null,
         isWork ? this.edges(rank, event) : null,
         ...(event.x || []).map((word) => make("p", {}, this.scene.data.words[word])), MM.sourceLine(frames, MM.base),
-        isWork ? this.follower(event.m) : null, this.wholeChain(frames)];
+        this.unrolled(rank, event), isWork ? this.follower(event.m) : null, this.wholeChain(frames)];
+    }
+
+    // The same call in the step that was recorded line by line.
+    unrolled(rank, event) {
+      const { data, step } = this.scene;
+      if (!data.unrolled || event.u === undefined) return null;
+      const href = `${MM.base}${data.unrolled}#rank-${step.ranks[rank].rank}-call-${event.u}`;
+      return make("p", {}, make("a", { href }, say("replay.unrolled")));
     }
 
     // What work needed, and what needed it: as of a plan, from the messages that were really sent.

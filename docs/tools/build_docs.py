@@ -30,6 +30,7 @@ from redirects import read_redirects, write_redirects  # noqa: E402
 from site_pages import write_pages  # noqa: E402
 from source_pages import write_source_pages  # noqa: E402
 from strings import write_strings  # noqa: E402
+from unrolled_pages import write_unrolled_pages  # noqa: E402
 
 OUT = ROOT / "build" / "docs"
 LINK = re.compile(r"\[([^\]]+)\]\(\.\./((?:notebooks|exercises)/[\w.-]+\.md)\)")
@@ -81,6 +82,7 @@ def write_generated(written: Path, pieces: Path, run_notebooks: bool) -> None:
     write_pages(package, written, pieces)
     write_strings(written)
     write_player(package, written)
+    write_unrolled_pages(package, written, pieces)
     write_benchmarks_page(written)
     write_gpu_page(written)
     write_browser_python(package, written)

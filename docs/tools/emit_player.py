@@ -32,6 +32,7 @@ from plan_words import kinds_data  # noqa: E402
 from recorded_lines import MOVED, Finder, Missing, RecordedLine  # noqa: E402
 
 RECORDINGS = ROOT / "docs" / "recordings"
+UNROLLED = RECORDINGS / "unrolled"
 SCHEDULES = {
     "1f1b-paced": "1f1b",
     "interleaved-paced": "interleaved",
@@ -50,6 +51,8 @@ def write_player(package: Package, out: Path) -> None:
     chains["combined"] = combined_chains(package)
     for name, data in recordings.items():
         resolved = resolve(data, package)
+        if (UNROLLED / f"{name}.json").exists():
+            resolved["unrolled"] = f"unrolled/{name}.html"
         if name in SCHEDULES:
             chains[SCHEDULES[name]] = recorded_chains(resolved)
         _write(out / "recordings" / f"{name}.js", script(resolved, f"recording {name}"))

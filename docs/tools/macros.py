@@ -16,6 +16,7 @@
     {{ here }}  {{ why_next }}    around a page of the tour; the build puts them there
     {{ practice 05 ex06 | what to do }}    notebooks and exercises, by the beginning of their names
     {{ exam }}  {{ problems }}    from docs/exam.toml and docs/problems
+    {{ unrolled_runs }}    the pages of unrolled steps
 
 A macro that cannot be filled in ends the build. Called by: `site_pages`. Calls: `package`, `cases`.
 """
@@ -44,6 +45,7 @@ from quotes import quote_html, read_quote
 from repository import clone_lines, repository_link, repository_url
 from stash import Stash
 from tour import Page, minutes_of_route, page_of, read_routes, time_words
+from unrolled_pages import runs_table
 
 from minimegatron.__main__ import main as command_line
 
@@ -226,6 +228,9 @@ class Macros:
         if not list((ROOT / "docs").rglob(f"{name}*")):
             return ""
         return self.stash.put(f'<div class="mm-replay" data-recording="{escape(name)}"></div>')
+
+    def block_unrolled_runs(self, _: str) -> str:
+        return runs_table()
 
     def block_architecture(self, _: str) -> str:
         svg = self.extra["architecture"]

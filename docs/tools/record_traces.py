@@ -15,16 +15,23 @@ A recording is what `tracing.html.page_data` says, with texts that occur often w
 
 Lines are kept with their text: the pages that link them find them again after the source was
 edited, or say that they are gone (`emit_player`).
+
+One step more is recorded line by line, into docs/recordings/unrolled: `tracing.unrolled_page` says what
+NAME.json holds. Its functions, which many runs have in common, stand in functions.json. An event's "u",
+in the recording above, is its call there.
 """
 
 import argparse
+import collections
 import datetime
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +42,16 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from timeline import MODEL, NUM_WARMUP_STEPS, median_step  # noqa: E402
 
+from minimegatron.planner.actions import Event  # noqa: E402
 from minimegatron.tracing.html import page_data  # noqa: E402
 from minimegatron.tracing.trace_view import Trace  # noqa: E402
+from minimegatron.tracing.unrolled import unroll  # noqa: E402
+from minimegatron.tracing.unrolled_page import unrolled_data  # noqa: E402
 
 ROOT = HERE.parents[1]
 OUT = ROOT / "docs" / "recordings"
+UNROLLED = OUT / "unrolled"
+FUNCTIONS = UNROLLED / "functions.json"
 MAX_BYTES = 300_000
 
 PACE = {"--pace-forward-ms": 100, "--pace-backward-ms": 200}
@@ -104,6 +116,30 @@ RECIPES = {
             "--pace-all-to-all-ms": 30,
         },
     ),
+    "zero1": Recipe(
+        "ZeRO-1 with overlap, 2 stages × 2 copies",
+        4,
+        {
+            "--pipeline-model-parallel-size": 2,
+            "--num-layers": 4,
+            "--use-distributed-optimizer": "",
+            "--overlap-grad-reduce": "",
+            "--overlap-param-gather": "",
+            "--global-batch-size": 8,
+        },
+    ),
+    "experts": Recipe(
+        "Experts over 2 ranks, 2 stages",
+        4,
+        {
+            "--pipeline-model-parallel-size": 2,
+            "--num-layers": 4,
+            "--num-experts": 4,
+            "--expert-model-parallel-size": 2,
+            "--moe-token-dispatcher-type": "alltoall",
+            "--global-batch-size": 8,
+        },
+    ),
     "ring": Recipe(
         "A ring of attention on 2 ranks",
         2,
@@ -133,6 +169,8 @@ RECIPES = {
     "one-rank": Recipe("One rank, no pipeline", 1, {"--num-layers": 2, "--global-batch-size": 3}),
 }
 NUM_STEPS = 3
+"""Steps with times. One more is recorded line by line, and takes longer."""
+LINES_STEP = NUM_WARMUP_STEPS + NUM_STEPS
 
 
 # -- Recording --
@@ -143,8 +181,9 @@ def record(recipe: Recipe, folder: str) -> str:
 
     Returns the command as a reader would type it.
     """
-    flags = MODEL | recipe.flags | {"--train-iters": NUM_WARMUP_STEPS + NUM_STEPS}
-    flags |= {"--trace-first-step": NUM_WARMUP_STEPS, "--trace-num-steps": NUM_STEPS}
+    flags = MODEL | recipe.flags | {"--train-iters": LINES_STEP + 1}
+    flags |= {"--trace-first-step": NUM_WARMUP_STEPS, "--trace-num-steps": NUM_STEPS + 1}
+    flags |= {"--trace-lines": LINES_STEP}
     words = [str(word) for flag, value in flags.items() for word in (flag, value) if word != ""]
     launch = ["--standalone", "--nproc-per-node", str(recipe.num_ranks)]
     launch += ["-m", f"minimegatron.{recipe.program}"]
@@ -247,31 +286,90 @@ class _Compact:
         }
 
 
-def recording(name: str) -> dict[str, Any]:
-    """Makes one recording. Raises ValueError if it does not fit."""
+def recording(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Makes one recording: of a step's calls, and of a step's lines."""
     recipe = RECIPES[name]
     with tempfile.TemporaryDirectory() as folder:
         command = record(recipe, folder)
         run = Trace.load(folder)
-    data = {"title": recipe.title, "provenance": provenance(command, run)}
-    data |= _Compact(page_data(run, [median_step(run)])).run()
-    return data
+    step = median_step(run, range(NUM_STEPS))
+    about = {"title": recipe.title, "provenance": provenance(command, run)}
+    page = page_data(run, [step])
+    for of_pipeline in page["steps"]:
+        for rank in of_pipeline["ranks"]:
+            add_nodes(run, rank, step)
+    return about | _Compact(page).run(), about | unrolled_data(run)
+
+
+def add_nodes(run: Trace, rank: dict[str, Any], step: int) -> None:
+    """Says of each event which call it is of the step that was recorded line by line.
+
+    Both steps do the same, but for waits that come or not, as a neighbour is late or not.
+    """
+    recorded, unrolled = run.rank(rank["rank"]), unroll(run)[rank["rank"]]
+    of_lines = dict(_by_place(recorded.events, recorded.steps[NUM_STEPS]))
+    shown = {event["i"]: event for event in rank["events"]}
+    for place, index in _by_place(recorded.events, recorded.steps[step]):
+        node = unrolled.node_of(of_lines.get(place, -1))
+        if node is not None and index in shown:
+            shown[index]["u"] = node.number
+
+
+def _by_place(events: list[Event], indices: list[int]) -> Iterator[tuple[tuple, int]]:
+    """Each event by what it is and works on, and how many like it came before."""
+    counts: collections.Counter = collections.Counter()
+    for index in indices:
+        event = events[index]
+        told = tuple(event.attributes.get(key) for key in ("doing", "payload", "peer", "layer"))
+        place = (event.name, event.action.microbatch, event.action.chunk, *told)
+        yield (*place, counts[place]), index
+        counts[place] += 1
+
+
+# -- Writing --
+
+
+def write(path: Path, data: dict[str, Any]) -> str:
+    """Writes it, if it is not too large. Returns what it wrote, in words."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n"
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"{path} would have {len(text)} bytes, above {MAX_BYTES}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return f"{path.relative_to(ROOT)}, {len(text) // 1000} KB"
+
+
+def write_unrolled(name: str, data: dict[str, Any]) -> str:
+    """Writes a run's lines; its functions join those of the other runs, by a key of their text."""
+    known = json.loads(FUNCTIONS.read_text()) if FUNCTIONS.exists() else {}
+    keys = [_key_of(function) for function in data["functions"]]
+    known |= dict(zip(keys, data["functions"], strict=True))
+    words = write(UNROLLED / f"{name}.json", data | {"functions": keys})
+    used = {
+        key
+        for path in UNROLLED.glob("*.json")
+        if path != FUNCTIONS
+        for key in json.loads(path.read_text())["functions"]
+    }
+    FUNCTIONS.write_text(
+        json.dumps({key: known[key] for key in sorted(used)}, indent=0, ensure_ascii=False) + "\n"
+    )
+    return words
+
+
+def _key_of(function: list) -> str:
+    return hashlib.sha256(json.dumps(function).encode()).hexdigest()[:12]
 
 
 def main() -> None:
     """Makes the recordings that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RECIPES))
-    OUT.mkdir(parents=True, exist_ok=True)
     for name in parser.parse_args().names or RECIPES:
-        data = recording(name)
-        path = OUT / f"{name}.json"
-        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n"
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"{path} would have {len(text)} bytes, above {MAX_BYTES}")
-        path.write_text(text)
-        figures = ", ".join(f"{f['label']} {f['value']}" for f in data["steps"][0]["figures"])
-        print(f"wrote {path.relative_to(ROOT)}, {len(text) // 1000} KB: {figures}", flush=True)
+        calls, lines = recording(name)
+        written = f"{write(OUT / f'{name}.json', calls)}; {write_unrolled(name, lines)}"
+        figures = ", ".join(f"{f['label']} {f['value']}" for f in calls["steps"][0]["figures"])
+        print(f"wrote {written}: {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from package import ROOT
 
+from minimegatron.tracing import unrolled_page
+
 STRINGS = ROOT / "docs" / "strings"
 DEFAULT = "en"
 PLACE = re.compile(r"\{(\w+)\}")
@@ -26,6 +28,8 @@ def read_strings(language: str = DEFAULT, folder: Path = STRINGS) -> dict[str, T
     are others than those of the English one.
     """
     english = json.loads((folder / f"{DEFAULT}.json").read_text())
+    if folder == STRINGS:  # a widget that is also a page of its own brings its words
+        english |= unrolled_page.read_strings()
     if language == DEFAULT:
         return english
     own = json.loads((folder / f"{language}.json").read_text())

@@ -13,6 +13,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from minimegatron.tracing.trace_view import Trace
@@ -84,9 +85,10 @@ def record(args: argparse.Namespace, folder: str) -> None:
     subprocess.run(launcher + words, check=True)
 
 
-def median_step(trace: Trace) -> int:
-    """The number of the step of median length."""
-    lengths = sorted((trace.step(number).makespan, number) for number in range(trace.num_steps))
+def median_step(trace: Trace, numbers: Iterable[int] | None = None) -> int:
+    """The number of the step of median length, of these steps or of all."""
+    numbers = range(trace.num_steps) if numbers is None else numbers
+    lengths = sorted((trace.step(number).makespan, number) for number in numbers)
     return lengths[len(lengths) // 2][1]
 
 

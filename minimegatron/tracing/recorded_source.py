@@ -57,7 +57,7 @@ class SourceTexts:
         """Keeps a function's text; returns its key."""
         key = f"{short_path(file)}:{line}"
         if key not in self.sources:
-            self.sources[key] = Source(name, _function_text(file, line))
+            self.sources[key] = Source(name, function_text(file, line))
         return key
 
     def add_stack(self, frames: tuple) -> int:
@@ -104,7 +104,8 @@ def module_name(file: str) -> str:
     return Path(file).stem
 
 
-def _function_text(file: str, first_line: int) -> str:
+def function_text(file: str, first_line: int) -> str:
+    """A function's own text, from its first decorator on; "" where there is none."""
     lines = linecache.getlines(file)[first_line - 1 :] if first_line else []
     try:
         return "".join(inspect.getblock(lines)) if lines else ""

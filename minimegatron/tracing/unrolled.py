@@ -67,8 +67,8 @@ class Node:
     is_link: bool
     """Whether it is a link of the chain; else a helper of one."""
     num_calls: int = 0
-    units: dict[Unit, None] = field(default_factory=dict)
-    """What its calls worked on, in order."""
+    units: dict[Unit, int] = field(default_factory=dict)
+    """What its calls worked on, in order -> how many did."""
     events: list[int] = field(default_factory=list)
     """Of those that are traced, indices into the recording's events."""
     children: list["Node"] = field(default_factory=list)
@@ -198,7 +198,7 @@ class Unrolled:
                     parent.children.append(node)
             of_call.append(node)
             node.num_calls += 1
-            node.units.setdefault(units[-1])
+            node.units[units[-1]] = node.units.get(units[-1], 0) + 1
             if event is not None:
                 self._add_event(node, call.event, event)
         # A caller stands before what it calls, and that in the order of lines that a reader sees.

@@ -179,13 +179,13 @@ def page_text(text: str, docstring: tuple[int, int]) -> tuple[str, int, int, str
 
 # -- Without scripts --
 
-LinkOf = Callable[[int], str]
-"""Of a function, by its number: links to where it is explained, as HTML."""
+LinkOf = Callable[[int, bool], str]
+"""Of a function, by its number, and whether it is its first call: links to where it is explained, as HTML."""
 
 
 def outline_html(data: dict[str, Any], links_of: LinkOf | None = None) -> str:
     """Who calls whom on each rank, as nested lists with links: what a reader sees without scripts."""
-    links_of = links_of or (lambda number: "")
+    links_of = links_of or (lambda number, is_first: "")
     return "".join(_rank_outline(data, rank, links_of) for rank in data["ranks"])
 
 
@@ -228,7 +228,7 @@ def _head_html(data: dict[str, Any], node: list, links_of: LinkOf) -> str:
         words.append(f"{node[3]} calls")
     words += data["words"][node[5]][:2]
     told = " · ".join(filter(None, words))
-    place = links_of(number) or f"<span>{escape(path.rpartition('/')[2])}:{line}</span>"
+    place = links_of(number, bool(node[7])) or f"<span>{escape(path.rpartition('/')[2])}:{line}</span>"
     return f"<code>{escape(short_name(name))}</code> {escape(told)} <small>{place}</small>"
 
 

@@ -144,8 +144,10 @@ def call_words(node: Node, microbatch: int | None = None) -> str:
     """What a node's calls worked on, and how many there were; "" for one call that is of no microbatch."""
     units = [unit for unit in node.units if microbatch in (None, unit[0])]
     parts = [unit_words(units)]
-    if node.num_calls > 1:
-        parts.append(f"{node.num_calls} calls")
+    # A call that carries several microbatches' messages is of none of them.
+    num_calls = sum(node.units[unit] for unit in units) or node.num_calls
+    if num_calls > 1:
+        parts.append(f"{num_calls} calls")
     return "  ".join(filter(None, (*parts, "; ".join(node.notes[:2]))))
 
 

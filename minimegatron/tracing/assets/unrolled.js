@@ -28,10 +28,11 @@
     };
   }
 
-  const shortName = (name) => {
-    const inner = name.split(".<locals>.").at(-1).split(".");
-    return inner.length > 1 && /^_*[A-Z]/.test(inner.at(-2)) ? inner.slice(-2).join(".") : inner.at(-1);
-  };
+  // Without the module; of a function that is defined inside another, [its name, the other's].
+  const shortNames = (name) => name.split(".<locals>.").slice(-2).map((part) => {
+    const words = part.split(".");
+    return words.length > 1 && /^_*[A-Z]/.test(words.at(-2)) ? words.slice(-2).join(".") : words.at(-1);
+  }).reverse();
 
   // "0-2, 7" -> whether a number is among these.
   const among = (words, number) => words.split(", ").some((part) => {
@@ -67,7 +68,7 @@
 
     build(node) {
       const [name, path, line] = this.data.functions[node.view[0]], links = this.page.linksOf(node.view[0]);
-      node.button = make("button", { type: "button", class: "u-open", "aria-expanded": "false", onclick: () => this.toggle(node) }, make("code", {}, shortName(name)));
+      node.button = make("button", { type: "button", class: "u-open", "aria-expanded": "false", onclick: () => this.toggle(node) }, make("code", {}, shortNames(name)[0]));
       node.button.node = node;
       const place = `${path.split("/").at(-1)}:${line}`, words = this.words(node);
       node.head = make("div", { class: "u-head" }, node.button, words ? make("span", { class: "u-words" }, words) : null,
@@ -79,12 +80,12 @@
     }
 
     words(node) {
-      const { say } = this, several = node.units.length > 1;
+      const { say } = this, [, outer] = shortNames(this.data.functions[node.view[0]][0]), several = node.units.length > 1;
       const parts = node.units.map(([chunk, which]) => {
         const what = say("unrolled.microbatches", { n: /^\d+$/.test(which) ? 1 : 2, which });
         return several ? say("unrolled.chunk", { chunk, what }) : what;
       });
-      return [parts.join("; "), node.calls > 1 ? say("unrolled.calls", { n: node.calls }) : "", ...node.notes.slice(0, 2)].filter(Boolean).join(" · ");
+      return [outer ? say("unrolled.defined", { outer }) : "", parts.join("; "), node.calls > 1 ? say("unrolled.calls", { n: node.calls }) : "", ...node.notes.slice(0, 2)].filter(Boolean).join(" · ");
     }
 
     message({ number, message: [, isSent, payload, mb, , peer, peerNumber, size] }) {
