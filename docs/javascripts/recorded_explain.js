@@ -53,7 +53,8 @@
     unrolled(rank, event) {
       const { data, step } = this.scene;
       if (!data.unrolled || event.u === undefined) return null;
-      const href = `${MM.base}${data.unrolled}#rank-${step.ranks[rank].rank}-call-${event.u}`;
+      const place = { rank: step.ranks[rank].rank, ...(event.m === undefined ? {} : { microbatch: event.m }), call: event.u };
+      const href = `${MM.base}${data.unrolled}#${new URLSearchParams(place)}`;
       return make("p", {}, make("a", { href }, say("replay.unrolled")));
     }
 

@@ -251,9 +251,12 @@ def _chapter_of(dotted: str, titles: dict[str, str]) -> tuple[str, str] | None:
 
 @cache
 def _chapters() -> dict[str, str]:
-    """Dotted name -> the page that is about it: a link's of the chain, else the first that quotes it."""
+    """Dotted name -> the page that is about it: a link's of the chain, else the first that quotes it.
+
+    What a page beside the path quotes is only in part about that: a GPT's forward has further tokens too.
+    """
     found = {call.symbol: call.page for call in read_chain().values()}
-    for page in read_tour():
+    for page in [page for page in read_tour() if not page.aside]:
         text = (ROOT / "docs" / "tour" / f"{page.page}.md").read_text()
         for name in QUOTED.findall(text):
             found.setdefault(name, page.page)
@@ -263,15 +266,15 @@ def _chapters() -> dict[str, str]:
     return found
 
 
-def replay_ids(recording: dict[str, Any]) -> dict[int, dict[int, str]]:
-    """By global rank and call: the part of an address that shows it in the replay.
+def replay_ids(recording: dict[str, Any]) -> dict[int, dict[int, dict[int, str]]]:
+    """By global rank, call and microbatch, -1 for none: what shows it in the replay's address.
 
     An event's name there is made by docs/javascripts/recorded_model.js; here likewise.
     """
     letters = {kind["name"]: letter for letter, kind in kinds_data().items()}
-    found: dict[int, dict[int, str]] = {}
+    found: dict[int, dict[int, dict[int, str]]] = {}
     for pipeline, step in enumerate(recording["steps"]):
-        before = f"&replay.pipeline={pipeline}" if pipeline else ""
+        of_pipeline = f"&replay.pipeline={pipeline}" if pipeline else ""
         for stage, rank in enumerate(step["ranks"]):
             calls = found.setdefault(rank["rank"], {})
             counts: dict[str, int] = {}
@@ -282,7 +285,8 @@ def replay_ids(recording: dict[str, Any]) -> dict[int, dict[int, str]]:
                 shown = name if is_work and number == 0 else f"{name}.{number}"
                 if "u" in event:
                     at = quote(f"{stage}:{shown}", safe=":.")
-                    calls.setdefault(event["u"], f"{before}&replay.at={at}")
+                    of_call = calls.setdefault(event["u"], {})
+                    of_call.setdefault(event.get("m", -1), f"{of_pipeline}&replay.at={at}")
     return found
 
 

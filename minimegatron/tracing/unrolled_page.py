@@ -222,8 +222,7 @@ def _rank_outline(data: dict[str, Any], rank: dict[str, Any], links_of: LinkOf) 
 def _head_html(data: dict[str, Any], node: list, links_of: LinkOf) -> str:
     number = data["views"][node[0]][0]
     name, path, line = data["functions"][number][:3]
-    units = data["words"][node[4]]
-    words = ["; ".join(f"{_chunk(chunk, units)}microbatches {found}" for chunk, found in units)]
+    words = [_units_html(data["words"][node[4]])]
     if node[3] > 1:
         words.append(f"{node[3]} calls")
     words += data["words"][node[5]][:2]
@@ -232,8 +231,11 @@ def _head_html(data: dict[str, Any], node: list, links_of: LinkOf) -> str:
     return f"<code>{escape(short_name(name))}</code> {escape(told)} <small>{place}</small>"
 
 
-def _chunk(chunk: int, units: list) -> str:
-    return f"chunk {chunk}: " if len(units) > 1 else ""
+def _units_html(units: list[list]) -> str:
+    of_chunks = [f"microbatch{'' if which.isdigit() else 'es'} {which}" for _, which in units]
+    if len(units) > 1:
+        of_chunks = [f"chunk {unit[0]}: {w}" for unit, w in zip(units, of_chunks, strict=True)]
+    return "; ".join(of_chunks)
 
 
 def _message_html(data: dict[str, Any], rank: dict[str, Any], number: int, message: list) -> str:

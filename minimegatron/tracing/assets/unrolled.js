@@ -163,10 +163,10 @@
     // What is said of the function where it is open: what it is, and where more is to be read.
     about(node) {
       const [, , , sentence] = this.data.functions[node.view[0]], links = this.page.linksOf(node.view[0]), replay = this.page.replayOf(this.rank, node.number);
-      const more = [];
+      const more = [], aim = (event) => (event.target.href = this.page.replayOf(this.rank, node.number));
       if (!node.isFirst) more.push(make("a", { href: `#${this.id("call", this.firsts.get(node.view[0]).number)}` }, this.say("unrolled.again")));
       if (links.tour) more.push(make("a", { href: links.tour[1] }, this.say("unrolled.tour", { title: links.tour[0] })));
-      if (replay) more.push(make("a", { href: replay }, this.say("unrolled.replay")));
+      if (replay) more.push(make("a", { href: replay, onmouseenter: aim, onfocus: aim, onclick: aim }, this.say("unrolled.replay")));
       return this.hideable(make("p", { class: "u-about" }, links.status ? make("strong", { class: "u-status" }, this.say(`unrolled.${links.status}`)) : null, sentence ? `${sentence}. ` : null, ...more.flatMap((link, at) => (at ? [" · ", link] : [link]))), node);
     }
 
@@ -276,9 +276,10 @@
       return this.data.links?.[number] ?? {};
     }
 
+    // The moment of the microbatch that is chosen, else the first.
     replayOf(rank, number) {
-      const id = rank.replay?.[number];
-      return id === undefined ? null : `${this.data.replay}&replay.at=${id}`;
+      const ids = rank.replay?.[number];
+      return ids ? this.data.replay + (ids[this.mb] ?? Object.values(ids)[0]) : null;
     }
 
     // -- Controls --
