@@ -321,7 +321,8 @@ def _by_place(events: list[Event], indices: list[int]) -> Iterator[tuple[tuple, 
     for index in indices:
         event = events[index]
         told = tuple(event.attributes.get(key) for key in ("doing", "payload", "peer", "layer"))
-        place = (event.name, event.action.microbatch, event.action.chunk, *told)
+        caller = "" if event.parent is None else events[event.parent].name
+        place = (event.name, caller, event.action.microbatch, event.action.chunk, *told)
         yield (*place, counts[place]), index
         counts[place] += 1
 

@@ -1,8 +1,8 @@
 """One page per recorded run: a step unrolled into the lines that it ran. And the table of these pages.
 
-Called by: `build_docs`, `macros` (the table). Calls: `recorded_lines` (to find functions in today's source),
-`minimegatron.tracing.unrolled_page`. Reads docs/recordings/unrolled; `record_traces` says what is there.
-Writes, below the folder:
+Called by: `build_docs`, `macros` (the table). Calls: `recorded_lines` (to find functions in today's
+source), `minimegatron.tracing.unrolled_page`. Reads docs/recordings/unrolled; `record_traces` says what
+is there. Writes, below the folder:
 
     unrolled/NAME.md         the outline with its links, for a reader without scripts
     unrolled/NAME.js         the data, packed
@@ -58,8 +58,9 @@ search:
 {intro}
 {body}
 """
-INTRO = """Below is one training step that was recorded, call for call. Open a call to see the lines that it ran, and only
-these. Calls of one function from one line stand in one row. [Other runs](index.md).
+INTRO = """Below is one training step that was recorded, call for call. Open a call to see the lines
+that it ran, and only these. Calls of one function from one line stand in one row.
+[Other runs](index.md).
 """
 
 
@@ -85,7 +86,9 @@ def _write(path: Path, text: str) -> None:
 def read_unrolled(folder: Path = UNROLLED) -> dict[str, dict[str, Any]]:
     """Name -> data as `unrolled_page` has them; those of `FIRST` first."""
     functions = json.loads((folder / FUNCTIONS.name).read_text())
-    paths = {path.stem: path for path in sorted(folder.glob("*.json")) if path.name != FUNCTIONS.name}
+    paths = {
+        path.stem: path for path in sorted(folder.glob("*.json")) if path.name != FUNCTIONS.name
+    }
     names = [name for name in FIRST if name in paths] + [n for n in paths if n not in FIRST]
     found = {name: json.loads(paths[name].read_text()) for name in names}
     for data in found.values():
@@ -172,7 +175,7 @@ def explain(name: str, data: dict[str, Any], package: Package) -> dict[str, Any]
 
 
 def today_of(function: list, finder: Finder) -> dict[str, Any]:
-    """Of a recorded function: "source", its page; "place", where it is now; "status" if it is not the same."""
+    """Of a recorded function: "source", its page; "place", where it is today; "status" if edited."""
     name, path, _, *text = function
     try:
         page, symbol = finder.function(name, path)
@@ -253,7 +256,7 @@ def _chapter_of(dotted: str, titles: dict[str, str]) -> tuple[str, str] | None:
 def _chapters() -> dict[str, str]:
     """Dotted name -> the page that is about it: a link's of the chain, else the first that quotes it.
 
-    What a page beside the path quotes is only in part about that: a GPT's forward has further tokens too.
+    A page beside the path is about a part of what it quotes: of a GPT's forward, the further tokens.
     """
     found = {call.symbol: call.page for call in read_chain().values()}
     for page in [page for page in read_tour() if not page.aside]:

@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
     trace = Trace.load(args.directory)
     if trace.missing_ranks:
         print(f"note: no recording of rank {', '.join(map(str, trace.missing_ranks))}")
-    return {"show": _show, "diff": _diff, "export": _export, "unroll": _unroll}[args.action](args, trace)
+    actions = {"show": _show, "diff": _diff, "export": _export, "unroll": _unroll}
+    return actions[args.action](args, trace)
 
 
 def _step(args: argparse.Namespace, trace: Trace, number: int) -> Step:

@@ -124,7 +124,7 @@ def _read(text: str) -> tuple[_Statement, ...]:
 
 
 def _of_head(head: range, at: int) -> Iterator[_Statement]:
-    """The signature, whose `def` is line `at`: decorators and the first line, arguments, the last line."""
+    """The signature, whose `def` is line `at`: up to its first line, arguments, the last line."""
     arguments = tuple(range(at + 1, head[-1]))
     is_folded = len(arguments) > FEW
     yield _Statement(tuple(range(1, at + 1)) if is_folded else tuple(head), state=RAN)

@@ -23,7 +23,7 @@ from minimegatron.tracing.recorded_source import SourceTexts, is_ours, module_na
 from minimegatron.tracing.step_lines import NONE, FunctionLines, LinesCall, StepLines
 
 STEPS = ("train-step", "forward-backward")
-"""What is counted as a step: calls of `train_step`, or of a schedule where a program has its own loop."""
+"""What is counted as a step: calls of `train_step`; in a program with its own loop, of a schedule."""
 MAX_CALLS = 200_000
 """Calls kept of a step; about 100 MB."""
 SEAM = tracing.traced.__code__.co_filename
@@ -209,7 +209,9 @@ def _tracer(call: _Call, stack: list[_Call]) -> Callable:
         if event == "line":
             call.at = number = frame.f_lineno
             lines.add(number)
-        elif event == "return" and stack:  # also of a generator that will go on, and of an exception
+        elif (
+            event == "return" and stack
+        ):  # also of a generator that will go on, and of an exception
             stack.pop()
         return trace
 

@@ -54,6 +54,7 @@ from minimegatron.planner.actions import (
 from minimegatron.tracing.recording_shape import check_recording
 from minimegatron.tracing.step_lines import StepLines
 
+WRAPS = ("@functools.wraps(", "@wraps(")
 AXES = ("pp", "tp", "dp", "cp")
 VERSIONS = range(1, SCHEMA_VERSION + 1)
 
@@ -127,9 +128,9 @@ class RankTrace:
         return [frame for frame in frames if not self.hands_on(frame[0])]
 
     def hands_on(self, key: str) -> bool:
-        """Whether a source is the function inside a decorator, which calls the one that was decorated."""
+        """Whether a source is the function inside a decorator, which calls the decorated one."""
         source = self.sources.get(key)
-        return source is not None and source.text.lstrip().startswith("@functools.wraps(")
+        return source is not None and source.text.lstrip().startswith(WRAPS)
 
     @cached_property
     def steps(self) -> dict[int, list[int]]:

@@ -59,8 +59,8 @@ def trace(
         first_step, num_steps: record only these training steps (`train_step` calls, counted from
             0). None for `num_steps` records everything, also what is no training step.
         lines_of_step: of this training step, counted likewise, record which lines ran too, for
-            `t.unrolled()`. The step takes up to three times as long; None costs nothing. A program that calls a
-            schedule by itself counts its calls.
+            `t.unrolled()`. The step takes up to three times as long; None costs nothing. In a program
+            that calls a schedule by itself, its calls are counted.
         gather: bring all ranks' recordings to every rank, at the end. None does so exactly where
             there is no directory to read them from later.
         max_calls: calls kept per rank; later ones are not recorded, and the recording says so.
@@ -105,8 +105,8 @@ def check_lines_step(step: int, first_step: int, num_steps: int | None) -> None:
     if step < (0 if num_steps is None else first_step) or (last is not None and step > last):
         recorded = f"{first_step} to {last}" if last is not None else "0 and all after it"
         raise ValueError(
-            f"the lines of step {step} are wanted, and the recorded steps are {recorded}, counted from 0; "
-            "give one of these"
+            f"the lines of step {step} are wanted, and the recorded steps are {recorded}, counted from "
+            "0; give one of these"
         )
 
 
@@ -172,7 +172,7 @@ class Recorder:
     # -- As an observer --
 
     def open(self) -> None:
-        """Begins to watch. Lines are recorded within: what is done for this recorder is none of them."""
+        """Begins to watch. The lines come second: what is done for this recorder is none of them."""
         tracing.add_observer(self)
         if self.lines is not None:
             tracing.add_observer(self.lines)

@@ -216,11 +216,15 @@ def _check_lines(lines: dict[str, Any], sources: dict[str, Any], num_events: int
     for number, function in enumerate(lines["functions"]):
         where = f"lines.functions.{number}"
         if function["source"] not in sources:
-            raise ValueError(f"{where}.source is {function['source']!r:.60}, of which no text is kept")
+            raise ValueError(
+                f"{where}.source is {function['source']!r:.60}, of which no text is kept"
+            )
         num_lines = 1 + sources[function["source"]]["text"].count("\n")
         for pair in function["lines"]:
             if len(pair) != 2 or not 1 <= pair[0] <= num_lines:
-                raise ValueError(f"{where}.lines holds {pair!r:.60}; the text has {num_lines} lines")
+                raise ValueError(
+                    f"{where}.lines holds {pair!r:.60}; the text has {num_lines} lines"
+                )
     levels: list[int] = []
     for number, call in enumerate(lines["calls"]):
         where = f"lines.calls.{number}"

@@ -40,7 +40,7 @@ LINKS = frozenset(
 
 
 class Row(NamedTuple):
-    """A message that a node's calls sent or received; and at which node of the other rank it did the other."""
+    """A message that a node's calls sent or received; and its other end, at a node of another rank."""
 
     message: Message
     peer_rank: int
@@ -161,6 +161,17 @@ class Unrolled:
         found: dict[int, Node] = {}
         for node in self.nodes:
             found.setdefault(node.function, node)
+        return found
+
+    @cached_property
+    def new(self) -> set[Node]:
+        """The nodes at which a function is called first, and all nodes around these."""
+        found: set[Node] = set()
+        for first in self.first.values():
+            node: Node | None = first
+            while node is not None and node not in found:
+                found.add(node)
+                node = node.parent
         return found
 
     @cached_property

@@ -9,9 +9,10 @@ The keys of the data are short, since there are hundreds of calls per rank:
 * `views`: [function, [[first, last, words] of each fold], [[line, calls that ran it]]]
 * `ranks`: of each `rank`, `place`, `calls`, `functions`, `lines` (how many), and
   `nodes`: [view, caller, line of the caller below which it stands, calls, units, notes, whether a link,
-  whether the function's first call]; `units` and `notes` are indices into `words`;
-  `messages`: [node, 1 if it is sent, what it carries, microbatch, chunk, other rank, number of the message
-  there or -1, size]
+  1 for the function's first call, -1 if one of another function is within]; `units` and `notes` are
+  indices into `words`;
+  `messages`: [node, 1 if it is sent, what it carries, microbatch, chunk, other rank, number of the
+  message there or -1, size]
 * `words`: texts and lists of texts that occur often
 """
 
@@ -135,7 +136,7 @@ def _rank_data(unrolled: Unrolled, functions: _Table, views: _Table, words: _Tab
                 words.number(_units(node)),
                 words.number(node.notes),
                 int(node.is_link),
-                int(unrolled.first[node.function] is node),
+                int(unrolled.first[node.function] is node) or -int(node in unrolled.new),
             ]
             for node in unrolled.nodes
         ],
@@ -180,7 +181,7 @@ def page_text(text: str, docstring: tuple[int, int]) -> tuple[str, int, int, str
 # -- Without scripts --
 
 LinkOf = Callable[[int, bool], str]
-"""Of a function, by its number, and whether it is its first call: links to where it is explained, as HTML."""
+"""Of a function, by its number, and of whether this is its first call: links to its pages, as HTML."""
 
 
 def outline_html(data: dict[str, Any], links_of: LinkOf | None = None) -> str:
@@ -227,7 +228,9 @@ def _head_html(data: dict[str, Any], node: list, links_of: LinkOf) -> str:
         words.append(f"{node[3]} calls")
     words += data["words"][node[5]][:2]
     told = " · ".join(filter(None, words))
-    place = links_of(number, bool(node[7])) or f"<span>{escape(path.rpartition('/')[2])}:{line}</span>"
+    place = (
+        links_of(number, node[7] == 1) or f"<span>{escape(path.rpartition('/')[2])}:{line}</span>"
+    )
     return f"<code>{escape(short_name(name))}</code> {escape(told)} <small>{place}</small>"
 
 

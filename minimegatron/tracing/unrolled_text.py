@@ -18,14 +18,16 @@ def unrolled_text(
     Args:
         unrolled: the step of one rank.
         microbatch: only calls that work on this one or carry its messages, and the calls around them.
-        depth: so many levels of calls are shown with their lines, the first being the step itself; below
-            them only the links of the chain, each in one line. 0: who calls whom. None: all lines.
+        depth: so many levels of calls are shown with their lines, the first being the step itself;
+            below them the links of the chain, each in one line. 0: who calls whom. None: all lines.
 
     Raises ValueError if the step has no such microbatch.
     """
     if microbatch is not None and not any(node.is_about(microbatch) for node in unrolled.nodes):
         there = number_words(unit[0] for node in unrolled.nodes for unit in node.units)
-        raise ValueError(f"no call of this step is about microbatch {microbatch}; there are {there}")
+        raise ValueError(
+            f"no call of this step is about microbatch {microbatch}; there are {there}"
+        )
     yield from _Text(unrolled, microbatch, depth).lines()
 
 
@@ -33,9 +35,10 @@ def heading(unrolled: Unrolled) -> str:
     """Whose step it is, and how much of it there is."""
     recording = unrolled.recording
     place = ", ".join(f"{axis} {value}" for axis, value in recording.coordinates.items())
+    lines = unrolled.lines
     return (
-        f"rank {recording.rank} of {recording.world_size} ({place}): {len(unrolled.lines.calls):,} calls "
-        f"of {len(unrolled.lines.functions)} functions, {unrolled.num_lines:,} lines ran"
+        f"rank {recording.rank} of {recording.world_size} ({place}): {len(lines.calls):,} calls of "
+        f"{len(lines.functions)} functions, {unrolled.num_lines:,} lines ran"
     )
 
 
@@ -77,17 +80,23 @@ class _Text:
             return
         if self.unrolled.first[node.function] is not node:
             yield f"{indent}= its lines stand at its first call, above"
-            yield from self._outline(node, indent)
+            yield from self._again(node, indent, level)
             return
         yield from self._code(node, indent, level)
 
-    def _outline(self, node: Node, indent: str) -> Iterator[str]:
-        for link in node.links():
-            if self._is_shown(link):
-                yield f"{indent}{self._head(link)}"
-                for row in self._rows(link):
+    def _again(self, node: Node, indent: str, level: int) -> Iterator[str]:
+        """Of a function whose lines were shown: the links in it, and what it calls for the first time."""
+        for callee in filter(self._is_shown, node.children):
+            if callee in self.unrolled.new:
+                yield f"{indent}      └ {self._head(callee)}"
+                yield from self._body(callee, f"{indent}        ", level + 1)
+            elif callee.is_link:
+                yield f"{indent}{self._head(callee)}"
+                for row in self._rows(callee):
                     yield f"{indent}  {row_words(row)}"
-                yield from self._outline(link, f"{indent}  ")
+                yield from self._again(callee, f"{indent}  ", level + 1)
+            else:
+                yield from self._again(callee, indent, level + 1)
 
     def _code(self, node: Node, indent: str, level: int) -> Iterator[str]:
         text, rows = self.unrolled.source(node).text, self.unrolled.rows(node)
@@ -141,7 +150,7 @@ def short_name(name: str) -> str:
 
 
 def call_words(node: Node, microbatch: int | None = None) -> str:
-    """What a node's calls worked on, and how many there were; "" for one call that is of no microbatch."""
+    """What a node's calls worked on, and how many there were; "" for one call, of no microbatch."""
     units = [unit for unit in node.units if microbatch in (None, unit[0])]
     parts = [unit_words(units)]
     # A call that carries several microbatches' messages is of none of them.

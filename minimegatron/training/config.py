@@ -344,7 +344,7 @@ class TracingConfig:
     trace_num_steps: int | None = knob(minimum=1)
     """Training steps to record; by default all, and evaluation too."""
     trace_lines: int | None = knob(minimum=0)
-    """Of this training step, counted from 0, record which lines run too: `minimegatron trace unroll`."""
+    """Of this step, counted from 0, record which lines run too: `minimegatron trace unroll`."""
     pace_forward_ms: float | None = knob(minimum=0.0)
     """Pad each forward of a chunk to this many milliseconds, to see the schedule by itself."""
     pace_backward_ms: float | None = knob(minimum=0.0)

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 
@@ -71,5 +72,27 @@ def record(directory, p, M, v, overlap, num_steps, is_paced) -> Trace:
     with paced, minimegatron.trace(directory, gather=True) as run:
         for _ in range(num_steps):
             run_step(p, M, v, overlap)
+    parallel_state.destroy_model_parallel()
+    return run
+
+
+def record_lines(directory, p=2, M=4) -> Trace:
+    """In each rank: two steps of 1F1B; of the second, the lines too. A hook sees each gradient."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=p)
+
+    def users_hook(grad):
+        return grad
+
+    class Hooked(SlowStage):
+        def forward(self, batch):
+            output = super().forward(batch)
+            output.register_hook(users_hook)
+            return output
+
+    with mock.patch(f"{__name__}.SlowStage", Hooked):
+        run_step(p, M)
+        with minimegatron.trace(directory, gather=True, lines_of_step=1) as run:
+            for _ in range(2):
+                run_step(p, M)
     parallel_state.destroy_model_parallel()
     return run

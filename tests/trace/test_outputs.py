@@ -295,7 +295,7 @@ def test_bad_requests_end_in_one_line(plain_folder, tmp_path, capsys):
         (("show", plain_folder[0], "--tp", 1), "recorded pipelines: (tp 0, dp 0, cp 0)"),
         (("show", plain_folder[0], "--rank", 5), "there is no recording of rank 5"),
         (("export", plain_folder[0], "--format", "gif"), "invalid choice: 'gif'"),
-        (("--version",), "show|diff|export"),
+        (("--version",), "show|diff|unroll|export"),
     ):
         code, _, err = minimegatron(capsys, *arguments)
         assert code == 2 and words in err and len(err.strip().splitlines()) == 1

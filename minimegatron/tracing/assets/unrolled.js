@@ -44,8 +44,8 @@
   class RankTree {
     constructor(page, rank) {
       Object.assign(this, { page, rank, data: page.data, say: page.say });
-      this.nodes = rank.nodes.map(([view, caller, line, calls, units, notes, isLink, isFirst], number) =>
-        ({ number, view: this.data.views[view], caller, line, calls, units: this.data.words[units], notes: this.data.words[notes], isLink: Boolean(isLink), isFirst: Boolean(isFirst), children: [], messages: [], parts: [], isOpen: false }));
+      this.nodes = rank.nodes.map(([view, caller, line, calls, units, notes, isLink, isNew], number) =>
+        ({ number, view: this.data.views[view], caller, line, calls, units: this.data.words[units], notes: this.data.words[notes], isLink: Boolean(isLink), isFirst: isNew === 1, isNew: Boolean(isNew), children: [], messages: [], parts: [], isOpen: false }));
       rank.messages.forEach((message, number) => this.nodes[message[0]].messages.push({ number, message }));
       this.firsts = new Map();
       for (const node of this.nodes) {
@@ -209,6 +209,11 @@
         if (node.isOpen) code.removeAttribute("hidden");
         else code.setAttribute("hidden", "until-found");
       }
+      // A helper that leads to no link has a row where its caller is open. What is not displayed would not be found.
+      for (const child of node.children.filter((one) => !one.isLink && !one.hasLinks)) {
+        if (node.isOpen) child.item.removeAttribute("hidden");
+        else child.item.setAttribute("hidden", "until-found");
+      }
       // Open, the calls stand between the lines; else in the order in which they were first made.
       if (node.isOpen) node.body.replaceChildren(...node.parts.map((part) => (Array.isArray(part) ? calls(part) : part)));
       else node.body.replaceChildren(...codes, ...(node.children.length ? [calls(node.children)] : []));
@@ -224,7 +229,8 @@
 
     openTo(depth) {
       for (const node of this.nodes) {
-        node.isOpen = node.isFirst && node.level < depth;
+        node.isOpen = node.isNew && node.level < depth;
+        if (node.isOpen && !node.hasCode) this.fill(node, true);
         // An open call needs a row.
         if (node.isOpen && node.caller >= 0 && !node.isLink && !this.nodes[node.caller].isOpen) node.isOpen = false;
         this.show(node);
@@ -291,7 +297,10 @@
       this.depths = make("select", { onchange: () => this.setDepth(Number(this.depths.value)) },
         ...DEPTHS.map((depth) => make("option", { value: depth }, depth === 0 ? say("unrolled.whom") : depth === Infinity ? say("unrolled.every") : say("unrolled.levels", { n: depth }))));
       this.microbatches = make("select", { onchange: () => this.limit(this.microbatches.value === "" ? null : Number(this.microbatches.value)) });
-      const field = (name, control) => make("label", { class: "u-field" }, make("span", {}, say(name)), control);
+      const field = (name, control) => {
+        control.setAttribute("aria-label", say(name)); // a label's own text has the options in it
+        return make("label", { class: "u-field" }, make("span", {}, say(name)), control);
+      };
       const button = (name, by) => make("button", { type: "button", onclick: () => this.deepen(by) }, say(name));
       this.figures = make("p", { class: "u-figures" });
       this.time = make("p", { class: "u-time", role: "status" });
