@@ -108,6 +108,30 @@ print(sum(len(step.actions(stage)) for stage in range(STAGES)), "actions, all as
 show_wide(recorded.tree(rank=0, step=0, microbatch=0, depth=3))
 
 # %% [markdown]
+# The same step as code: `lines_of_step=0` records which lines the first step runs, too. With `depth=0` one sees
+# who calls whom on stage 1 for microbatch 3, and where its activation and its gradient come from and go to.
+
+
+# %%
+def run_lines():
+    """In each rank: one step, its lines recorded."""
+    gpt = TinyGPT(pp=STAGES, num_layers=STAGES)
+    gpt.step(1)
+    with trace(lines_of_step=0) as recorded:
+        gpt.step(MICROBATCHES)
+    return recorded if dist.get_rank() == 0 else None
+
+
+# %%
+lines = launch(run_lines, STAGES)[0]
+outline = lines.unrolled(rank=1, microbatch=3, depth=0)
+show_wide(outline)
+assert "→ gradient of microbatch 3 to rank 0" in outline
+
+# %% [markdown]
+# `print(lines.unrolled(rank=1, microbatch=3, depth=2))` shows two levels of calls with their lines, without
+# `depth` every line; `lines.to_unrolled_html("lines.html", rank=1)` writes a page with all ranks.
+#
 # ## Find the bubble
 #
 # First on paper, where the numbers are exact. Of each stage: how long is it idle before its first

@@ -47,10 +47,10 @@ ROOMS_PAGES = {"backend.": ("Messages in shared memory", "backend.html")}
 
 PAGE = """---
 title: "One step, unrolled: {title}"
-description: "Who calls whom in one recorded training step of this run, and each line that it ran."
+description: "{title}: who calls whom in one recorded training step, and each line that it ran."
 hide: [navigation, toc]
 search:
-  boost: 0.3
+  exclude: true
 ---
 
 # One step, unrolled: {title}

@@ -21,7 +21,6 @@ from minimegatron.tracing.step import Step
 from minimegatron.tracing.step_report import heading, step_report
 from minimegatron.tracing.trace_view import Trace
 from minimegatron.tracing.trace_words import pace_words
-from minimegatron.tracing.unrolled_page import write_unrolled_html
 
 SUFFIXES = {"chrome": ".chrome.json", "html": ".html", "png": ".png", "json": ".json"}
 PLAN = "plan"
@@ -193,7 +192,7 @@ def _unroll(args: argparse.Namespace, trace: Trace) -> int:
     for name in ("microbatch", "depth"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name} is chosen on the page that --html writes; leave it out")
-    write_unrolled_html(trace, args.html, args.rank)
+    trace.to_unrolled_html(args.html, args.rank)
     print(f"wrote {args.html}")
     return 0
 

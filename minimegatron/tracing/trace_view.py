@@ -15,6 +15,7 @@ from minimegatron.tracing.render_lanes import render_lanes
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.step_report import step_report
 from minimegatron.tracing.unrolled import unroll
+from minimegatron.tracing.unrolled_page import write_unrolled_html
 from minimegatron.tracing.unrolled_text import heading, unrolled_text
 
 
@@ -67,6 +68,10 @@ class Trace(Run):
             raise ValueError(f"there are no recorded lines of rank {rank}; there are: {there}")
         lines = unrolled_text(found[rank], microbatch, depth)
         return "\n".join([heading(found[rank]), "", *lines])
+
+    def to_unrolled_html(self, path: str | os.PathLike, rank: int = 0) -> None:
+        """Writes one page with these lines, of all ranks; it opens with `rank` and needs no network."""
+        write_unrolled_html(self, path, rank)
 
     def plot(self, path: str | os.PathLike | None = None, step: int = 0, **options: Any) -> Any:
         """One step as a matplotlib figure, saved to `path` if given.

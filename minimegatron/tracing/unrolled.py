@@ -2,7 +2,7 @@
 
 Torch-free. Megatron has no counterpart.
 
-Calls of one function from one line of one caller are one `Node`: a loop's turns do not repeat. Its
+Calls of one function from one line of one caller are one `CallNode`: a loop's turns do not repeat. Its
 children are the calls that any of them made, in the order of the first.
 """
 
@@ -39,7 +39,7 @@ LINKS = frozenset(
 """Links of the chain that are not traced, without the package's name."""
 
 
-class Row(NamedTuple):
+class MessageRow(NamedTuple):
     """A message that a node's calls sent or received; and its other end, at a node of another rank."""
 
     message: Message
@@ -54,14 +54,14 @@ class Row(NamedTuple):
 
 
 @dataclass(eq=False)
-class Node:
+class CallNode:
     """All calls of one function from one line of one caller."""
 
     number: int
     """Place in `Unrolled.nodes`: 0 is the step, a caller comes before what it calls."""
     function: int
     """Index into the recording's functions."""
-    parent: "Node | None"
+    parent: "CallNode | None"
     line: int
     """Of the caller's text: where it is called."""
     is_link: bool
@@ -71,12 +71,12 @@ class Node:
     """What its calls worked on, in order -> how many did."""
     events: list[int] = field(default_factory=list)
     """Of those that are traced, indices into the recording's events."""
-    children: list["Node"] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    children: list["CallNode"] = field(default_factory=list)
+    rows: list[MessageRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What a collective moved, in words; each once."""
 
-    def links(self) -> Iterator["Node"]:
+    def links(self) -> Iterator["CallNode"]:
         """The nearest links of the chain within it: whom it calls, told without helpers."""
         for child in self.children:
             if child.is_link:
@@ -84,7 +84,7 @@ class Node:
             else:
                 yield from child.links()
 
-    def below(self) -> Iterator["Node"]:
+    def below(self) -> Iterator["CallNode"]:
         """It and all that is nested in it, callers first."""
         yield self
         for child in self.children:
@@ -101,29 +101,29 @@ class Unrolled:
 
     def __init__(self, recording: RankTrace):
         self.recording, self.lines = recording, recording.lines
-        self.nodes: list[Node] = []
-        self._of_event: dict[int, Node] = {}
+        self.nodes: list[CallNode] = []
+        self._of_event: dict[int, CallNode] = {}
         self._rows: dict[int, CodeRows] = {}
         self._grow()
 
     @property
-    def root(self) -> Node:
+    def root(self) -> CallNode:
         return self.nodes[0]
 
-    def source(self, node: Node) -> Source:
+    def source(self, node: CallNode) -> Source:
         """The function's name and its own text."""
         return self.recording.sources[self.ran(node).source]
 
-    def place(self, node: Node) -> tuple[str, int]:
+    def place(self, node: CallNode) -> tuple[str, int]:
         """The function's file, and its first line there when it was recorded."""
         path, _, line = self.ran(node).source.rpartition(":")
         return path, int(line)
 
-    def ran(self, node: Node) -> FunctionLines:
+    def ran(self, node: CallNode) -> FunctionLines:
         """Which of the function's lines ran, in any of its calls of this step."""
         return self.lines.functions[node.function]
 
-    def place_in_caller(self, node: Node) -> int:
+    def place_in_caller(self, node: CallNode) -> int:
         """The line of the caller's text below which it stands: the last one of the calling statement.
 
         What the end of a `with` calls stands below its block.
@@ -135,7 +135,7 @@ class Unrolled:
             return rows.exits[node.line]
         return rows.ends.get(node.line, node.line)
 
-    def rows(self, node: Node) -> CodeRows:
+    def rows(self, node: CallNode) -> CodeRows:
         """The function's text: what is shown of it, and what is folded."""
         if node.function not in self._rows:
             text, ran = self.source(node).text, self.ran(node).lines
@@ -147,28 +147,28 @@ class Unrolled:
         """Lines that ran, of all functions."""
         return sum(len(function.lines) for function in self.lines.functions)
 
-    def node_of(self, event: int) -> Node | None:
+    def node_of(self, event: int) -> CallNode | None:
         """The node that a traced call is of; None for a call outside the step."""
         return self._of_event.get(event)
 
-    def traced(self) -> list[tuple[int, Node]]:
+    def traced(self) -> list[tuple[int, CallNode]]:
         """Each traced call of the step, by its index in the recording, with its node."""
         return sorted(self._of_event.items(), key=lambda item: item[0])
 
     @cached_property
-    def first(self) -> dict[int, Node]:
+    def first(self) -> dict[int, CallNode]:
         """By function: the node at which it is called first, and where its lines are shown."""
-        found: dict[int, Node] = {}
+        found: dict[int, CallNode] = {}
         for node in self.nodes:
             found.setdefault(node.function, node)
         return found
 
     @cached_property
-    def new(self) -> set[Node]:
+    def new(self) -> set[CallNode]:
         """The nodes at which a function is called first, and all nodes around these."""
-        found: set[Node] = set()
+        found: set[CallNode] = set()
         for first in self.first.values():
-            node: Node | None = first
+            node: CallNode | None = first
             while node is not None and node not in found:
                 found.add(node)
                 node = node.parent
@@ -185,10 +185,10 @@ class Unrolled:
     # -- Making it --
 
     def _grow(self) -> None:
-        of_call: list[Node] = []
+        of_call: list[CallNode] = []
         units: list[Unit] = []
         lines: list[int] = []
-        known: dict[tuple[Node | None, int, int], Node] = {}
+        known: dict[tuple[CallNode | None, int, int], CallNode] = {}
         handing_on = self._handing_on()
         for call in self.lines.calls:
             parent, line = (of_call[call.parent], call.line) if call.parent != NONE else (None, 0)
@@ -204,7 +204,7 @@ class Unrolled:
             key = (parent, line, call.function)
             node = known.get(key)
             if node is None:
-                node = known[key] = Node(0, call.function, parent, line, self._is_link(call))
+                node = known[key] = CallNode(0, call.function, parent, line, self._is_link(call))
                 if parent is not None:
                     parent.children.append(node)
             of_call.append(node)
@@ -235,7 +235,7 @@ class Unrolled:
         name = self.recording.sources[self.lines.functions[call.function].source].name
         return name.removeprefix("minimegatron.") in LINKS
 
-    def _add_event(self, node: Node, index: int, event: Event) -> None:
+    def _add_event(self, node: CallNode, index: int, event: Event) -> None:
         node.events.append(index)
         self._of_event[index] = node
         words = moved_words(event)
@@ -272,14 +272,16 @@ def unroll(run: Run) -> dict[int, Unrolled]:
                 continue
             other = ends.get(ranks[peer], {}).get((not is_sent, payload, stage, ordinal))
             place = (None, None) if other is None else (other.node.number, other.number)
-            end.node.rows.append(Row(end.message, ranks[peer], place[0], end.number, place[1]))
+            end.node.rows.append(
+                MessageRow(end.message, ranks[peer], place[0], end.number, place[1])
+            )
     return found
 
 
 class _End(NamedTuple):
     key: tuple[bool, str, int, int]
     """Whether it is sent, what it carries, the other stage, how many like it came before."""
-    node: Node
+    node: CallNode
     message: Message
     number: int
 

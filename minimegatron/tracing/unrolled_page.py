@@ -32,7 +32,7 @@ from minimegatron.tracing.code_rows import DOCSTRING
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.trace_words import size
-from minimegatron.tracing.unrolled import Node, Unrolled, unroll
+from minimegatron.tracing.unrolled import CallNode, Unrolled, unroll
 from minimegatron.tracing.unrolled_text import number_words, short_name
 
 ASSETS = Path(__file__).parent / "assets"
@@ -100,7 +100,7 @@ def unrolled_data(run: Run) -> dict[str, Any]:
 
 
 def _rank_data(unrolled: Unrolled, functions: _Table, views: _Table, words: _Table) -> dict:
-    def view(node: Node) -> int:
+    def view(node: CallNode) -> int:
         rows = unrolled.rows(node)
         folds = [[f.first, f.last, words.number(f.words)] for f in rows.folds]
         number = functions.number(function_data(unrolled, node))
@@ -150,7 +150,7 @@ def place_words(recording: RankTrace) -> str:
     return ", ".join(f"{axis} {recording.coordinates[axis]}" for axis in axes)
 
 
-def _units(node: Node) -> list[list]:
+def _units(node: CallNode) -> list[list]:
     """[chunk, its microbatches in words] for each chunk; empty for work on none."""
     by_chunk: dict[int, list[int]] = {}
     for microbatch, chunk in node.units:
@@ -159,7 +159,7 @@ def _units(node: Node) -> list[list]:
     return [[chunk, number_words(found)] for chunk, found in sorted(by_chunk.items())]
 
 
-def function_data(unrolled: Unrolled, node: Node) -> list:
+def function_data(unrolled: Unrolled, node: CallNode) -> list:
     """A function as the page has it."""
     path, line = unrolled.place(node)
     source, folds = unrolled.source(node), unrolled.rows(node).folds

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from minimegatron.planner.actions import SEND
 from minimegatron.tracing.trace_words import size
-from minimegatron.tracing.unrolled import Node, Row, Unit, Unrolled
+from minimegatron.tracing.unrolled import CallNode, MessageRow, Unit, Unrolled
 
 
 def unrolled_text(
@@ -45,11 +45,11 @@ def heading(unrolled: Unrolled) -> str:
 class _Text:
     def __init__(self, unrolled: Unrolled, microbatch: int | None, depth: int | None):
         self.unrolled, self.microbatch, self.depth = unrolled, microbatch, depth
-        self.wanted: set[Node] | None = None
+        self.wanted: set[CallNode] | None = None
         if microbatch is not None:
             self.wanted = set()
             for node in unrolled.nodes:
-                at: Node | None = node if node.is_about(microbatch) else None
+                at: CallNode | None = node if node.is_about(microbatch) else None
                 while at is not None and at not in self.wanted:
                     self.wanted.add(at)
                     at = at.parent
@@ -59,16 +59,16 @@ class _Text:
         yield self._head(root)
         yield from self._body(root, "", 0)
 
-    def _is_shown(self, node: Node) -> bool:
+    def _is_shown(self, node: CallNode) -> bool:
         return self.wanted is None or node in self.wanted
 
-    def _head(self, node: Node) -> str:
+    def _head(self, node: CallNode) -> str:
         path, line = self.unrolled.place(node)
         words = call_words(node, self.microbatch)
         name = short_name(self.unrolled.source(node).name)
         return "  ".join(filter(None, (name, words, f"[{path.rpartition('/')[2]}:{line}]")))
 
-    def _body(self, node: Node, indent: str, level: int) -> Iterator[str]:
+    def _body(self, node: CallNode, indent: str, level: int) -> Iterator[str]:
         """What stands below a call's own line: its messages, then its code or whom it calls."""
         for row in self._rows(node):
             yield f"{indent}{row_words(row)}"
@@ -84,8 +84,8 @@ class _Text:
             return
         yield from self._code(node, indent, level)
 
-    def _again(self, node: Node, indent: str, level: int) -> Iterator[str]:
-        """Of a function whose lines were shown: the links in it, and what it calls for the first time."""
+    def _again(self, node: CallNode, indent: str, level: int) -> Iterator[str]:
+        """Of a function whose lines were shown: the links in it, and first calls of others."""
         for callee in filter(self._is_shown, node.children):
             if callee in self.unrolled.new:
                 yield f"{indent}      └ {self._head(callee)}"
@@ -98,12 +98,12 @@ class _Text:
             else:
                 yield from self._again(callee, indent, level + 1)
 
-    def _code(self, node: Node, indent: str, level: int) -> Iterator[str]:
+    def _code(self, node: CallNode, indent: str, level: int) -> Iterator[str]:
         text, rows = self.unrolled.source(node).text, self.unrolled.rows(node)
         lines, first = text.rstrip("\n").split("\n"), self.unrolled.place(node)[1]
         own = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
         folds = {fold.first: fold for fold in rows.folds}
-        callees: dict[int, list[Node]] = {}
+        callees: dict[int, list[CallNode]] = {}
         for child in node.children:
             callees.setdefault(self.unrolled.place_in_caller(child), []).append(child)
         number = 1
@@ -122,10 +122,10 @@ class _Text:
                     yield from self._body(callee, f"{indent}        ", level + 1)
             number = last + 1
 
-    def _num_calls(self, node: Node) -> int:
+    def _num_calls(self, node: CallNode) -> int:
         return self.unrolled.num_calls[node.function]
 
-    def _rows(self, node: Node) -> list[Row]:
+    def _rows(self, node: CallNode) -> list[MessageRow]:
         wanted = self.microbatch
         return [row for row in node.rows if wanted in (None, row.message.microbatch)]
 
@@ -149,7 +149,7 @@ def short_name(name: str) -> str:
     return ".".join(parts[-2:]) if is_method else parts[-1]
 
 
-def call_words(node: Node, microbatch: int | None = None) -> str:
+def call_words(node: CallNode, microbatch: int | None = None) -> str:
     """What a node's calls worked on, and how many there were; "" for one call, of no microbatch."""
     units = [unit for unit in node.units if microbatch in (None, unit[0])]
     parts = [unit_words(units)]
@@ -193,7 +193,7 @@ def number_words(numbers: Iterable[int | None]) -> str:
     return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs) or "none"
 
 
-def row_words(row: Row) -> str:
+def row_words(row: MessageRow) -> str:
     """A message, and where its other end is."""
     message = row.message
     arrow = "→" if message.direction == SEND else "←"
