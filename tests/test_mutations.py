@@ -20,6 +20,7 @@ import pytest
 from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
 from minimegatron.exercises.labs.labs import PACKAGE
 from tests.mutations_of_backend import CAUGHT_OF_BACKEND
+from tests.mutations_of_lines import CAUGHT_OF_LINES
 from tests.mutations_of_policy import CAUGHT_OF_POLICY
 from tests.mutations_of_replay import GRAPH, RERUN
 from tests.mutations_of_straggler import CAUGHT_OF_STRAGGLERS
@@ -177,6 +178,7 @@ CAUGHT_BY = {
     **GRAPH,
     **RERUN,
     **CAUGHT_OF_STRAGGLERS,
+    **CAUGHT_OF_LINES,
     **CAUGHT_OF_BACKEND,
 }
 

@@ -80,6 +80,16 @@ def fails() -> None:
     raise KeyError("expected")  # raised
 
 
+def seldom(number: int) -> int:
+    return -number  # seldom
+
+
+def often(is_last: bool) -> int:
+    if is_last:
+        return seldom(1)
+    return 0
+
+
 @traced("train-step")
 def train_step(count: int) -> int:
     """All of it."""
@@ -97,6 +107,8 @@ def train_step(count: int) -> int:
         total = 0
     else:
         total += decorated(total)
+    total += often(False)
+    total += often(True)
     ordered = sorted([2, 1], key=lambda n: -n)
     return total + ordered[0]
 

@@ -99,6 +99,9 @@ def test_calls_are_in_order_and_know_their_line():
         "fails",
         "handing_on.<locals>.call",
         "decorated",
+        "often",
+        "often",
+        "seldom",
     ]
     calls, lines = rank.lines.calls, FILE.read_text().split("\n")
     assert calls[0].parent == NONE

@@ -72,6 +72,12 @@ def test_lines_stand_at_the_first_call():
     assert "def train_step(" in text
 
 
+def test_what_is_first_called_within_a_later_call_is_shown_there():
+    text = recorded(count=1)[0].unrolled()
+    assert text.count("def often(") == 1 and text.count("def seldom(") == 1
+    assert text.index("def often(") < text.index("= its lines stand") < text.index("def seldom(")
+
+
 def test_depth_and_microbatch():
     run, _ = recorded(count=3)
     outline = run.unrolled(depth=0)

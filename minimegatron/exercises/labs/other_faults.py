@@ -6,6 +6,7 @@ Megatron has no counterpart.
 from minimegatron.exercises.labs.faults_around_a_step import FAULTS_AROUND_A_STEP
 from minimegatron.exercises.labs.faults_of_backend import FAULTS_OF_BACKEND
 from minimegatron.exercises.labs.faults_of_graphs import FAULTS_OF_GRAPHS
+from minimegatron.exercises.labs.faults_of_lines import FAULTS_OF_LINES
 from minimegatron.exercises.labs.faults_of_orders import FAULTS_OF_ORDERS
 from minimegatron.exercises.labs.faults_of_policy import FAULTS_OF_POLICY
 from minimegatron.exercises.labs.faults_of_reruns import FAULTS_OF_RERUNS
@@ -24,5 +25,6 @@ OTHER_FAULTS = (
     *FAULTS_OF_GRAPHS,
     *FAULTS_OF_RERUNS,
     *FAULTS_OF_STRAGGLERS,
+    *FAULTS_OF_LINES,
     *FAULTS_OF_BACKEND,
 )
