@@ -37,6 +37,7 @@ from minimegatron.tracing.trace_words import (
     function_name,
     gap_words,
     late_words,
+    lines_words,
     message_words,
     milliseconds,
     moved_words,
@@ -130,7 +131,9 @@ def _step_data(
     return {
         "label": f"step {step.number}" + (f" ({where})" if names_pipeline else ""),
         "title": step_title(step.config, step.run),
-        "paced": "; ".join(filter(None, (pace_words(step.pace), late_words(step)))),
+        "paced": "; ".join(
+            filter(None, (pace_words(step.pace), late_words(step), lines_words(step)))
+        ),
         "chunks": v,
         "colours": {
             kind: [

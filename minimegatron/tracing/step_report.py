@@ -14,6 +14,7 @@ from minimegatron.tracing.step_costs import planned_exposure
 from minimegatron.tracing.trace_words import (
     gap_words,
     late_words,
+    lines_words,
     milliseconds,
     pace_words,
     percent,
@@ -45,6 +46,8 @@ def heading(step: Step, clock_words: str = "") -> Iterator[str]:
         yield f"  {pace_words(step.pace)}; lengths of computation mean nothing else"
         if late := late_words(step):
             yield f"  {late}"
+    if lines := lines_words(step):
+        yield f"  {lines}"
     if clock_words:
         yield f"  {clock_words}"
 

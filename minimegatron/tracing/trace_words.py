@@ -211,6 +211,15 @@ def late_words(step: Step) -> str:
     return f"{step.num_late} of {total} computations overran the pace"
 
 
+def lines_words(step: Step) -> str:
+    """That times are longer than usual, where the step's lines were recorded; else empty."""
+    for stage, indices in zip(step.stages, step.indices, strict=True):
+        root = stage.lines.calls[0].event if stage.lines is not None and stage.lines.calls else None
+        if root is not None and root in (indices[0], stage.events[indices[0]].parent):
+            return "recorded line by line, which takes up to three times as long"
+    return ""
+
+
 def gap_words(step: Step, gap: TracedGap) -> str:
     """Why the stage computed nothing."""
     num_chunks = step.config.num_model_chunks

@@ -1,18 +1,23 @@
 """The lines of whole training steps on real ranks are those that a recorder of the tests sees."""
 
 import contextlib
-import importlib
 import io
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from minimegatron import pretrain_gpt
+from minimegatron.tracing import line_recorder
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.unrolled import Unrolled, unroll
-from tests.plain_runs import MODEL, PACKAGE, RUNS, TIMED, PlainRun, is_in_room, record_run
+from tests.code_recorder import Recorder
+from tests.plain_runs import MODEL, PACKAGE, RUNS, PlainRun
 from tests.ranks import run_ranks
 from tests.training.short_runs import PP2, little_text
 
@@ -25,66 +30,64 @@ EXPERTS = PlainRun(
     "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
 )
 ONE = PlainRun("one process", 1, "--position-embedding-type rope --global-batch-size 4")
-OF_PLAIN = {run.name: run for run in RUNS}
+SEAM = "core/tracing.py"
 
 
-def train(flags: str) -> None:
-    """Runs the program with these flags."""
+def train(flags: str) -> dict[str, set[int]]:
+    """Runs the program; the lines of the same step, by file, as the tests' recorder sees them."""
+    other = Recorder(PACKAGE)
     sys.argv = ["pretrain_gpt", *MODEL.split(), *flags.split()]
-    with little_text(), contextlib.redirect_stdout(io.StringIO()):
+    with little_text(), contextlib.redirect_stdout(io.StringIO()), told_as_well(other):
         pretrain_gpt.main()
+    return dict(other.record.lines)
+
+
+@contextlib.contextmanager
+def told_as_well(other: Recorder):
+    """What the interpreter tells the line recorder, it tells the other one too.
+
+    One step, one timing: a rank that waits for another runs other lines the next time.
+    """
+
+    def settrace(trace: Callable | None) -> None:
+        is_on = getattr(trace, "__func__", None) is line_recorder.LineRecorder._enter_frame
+        sys.settrace(both(trace, other._enter_frame, trace.__self__) if is_on else trace)
+
+    fake = SimpleNamespace(settrace=settrace, gettrace=sys.gettrace)
+    with mock.patch.object(line_recorder, "sys", fake):
+        yield
+
+
+def both(first: Callable, second: Callable, recorder: Any) -> Callable:
+    def trace(frame: FrameType, event: str, argument: Any) -> Callable | None:
+        told = first(frame, event, argument)
+        # What watches the step, and all that it calls, is no part of it.
+        also = None if recorder._num_muted else second(frame, event, argument)
+        if told is None or also is None:
+            return told or also
+        return both(told, also, recorder)
+
+    return trace
 
 
 def lines_of(unrolled: Unrolled) -> dict[str, set[int]]:
-    """By file of the package, rooms apart: the lines that ran."""
+    """By file of the package: the lines that ran."""
     found: dict[str, set[int]] = defaultdict(set)
     for function in unrolled.lines.functions:
         path, _, first = function.source.rpartition(":")
         file = path.removeprefix(f"{PACKAGE.name}/")
-        name = unrolled.recording.sources[function.source].name.rpartition(".")[2]
-        if not is_in_room(file) and name not in TIMED:
-            found[file] |= {int(first) + line - 1 for line in function.lines}
+        found[file] |= {int(first) + line - 1 for line in function.lines}
     return found
 
 
-def timed_lines(file: str) -> set[int]:
-    """Lines of functions that wait for a neighbour."""
-    annotate = importlib.import_module("annotate").annotate
-    page = annotate(f"{PACKAGE.name}/{file}", (PACKAGE / file).read_text())
-    return {
-        line
-        for symbol, definition in page.definitions.items()
-        if symbol.rpartition(".")[2] in TIMED
-        for line in range(definition.first_line, definition.end_line + 1)
-    }
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        OF_PLAIN["pp2·dp2 ZeRO-1"],
-        OF_PLAIN["pp2·v2"],
-        OF_PLAIN["tp2·pp2"],
-        EXPERTS,
-        ONE,
-    ],
-    ids=lambda run: run.name,
-)
+@pytest.mark.parametrize("run", [*RUNS, EXPERTS, ONE], ids=lambda run: run.name)
 def test_its_lines_are_those_of_another_recorder(run: PlainRun, tmp_path: Path) -> None:
-    watched = run_ranks(record_run, run.num_ranks, run.flags, timeout=240)
     flags = f"{run.flags} --trace {tmp_path} --trace-lines {STEP}"
-    run_ranks(train, run.num_ranks, flags, timeout=240)
+    watched = run_ranks(train, run.num_ranks, flags, timeout=240)
     found = unroll(Run.load(tmp_path))
     assert len(found) == run.num_ranks
     for rank, unrolled in found.items():
-        # The first step is not among those that `record_run` keeps.
-        other, mine = watched[rank].steps[STEP - 1].lines, lines_of(unrolled)
-        expected = {
-            file: lines - timed_lines(file)
-            for file, lines in other.items()
-            if not is_in_room(file) and file != "core/tracing.py"
-        }
-        mine = {file: lines - timed_lines(file) for file, lines in mine.items()}
+        mine, other = lines_of(unrolled), watched[rank]
         assert {f: sorted(n) for f, n in mine.items() if n} == {
-            f: sorted(n) for f, n in expected.items() if n
+            f: sorted(n) for f, n in other.items() if n and f != SEAM
         }

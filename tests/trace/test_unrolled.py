@@ -193,6 +193,11 @@ def test_each_message_knows_its_other_end(pipeline):
 
 
 @pytest.mark.processes
+def test_the_report_says_that_times_are_longer(pipeline):
+    assert "line by line" in pipeline.report(1) and "line by line" not in pipeline.report(0)
+
+
+@pytest.mark.processes
 def test_the_page_has_all_of_it_and_needs_no_script(pipeline):
     data = unrolled_data(pipeline)
     html = outline_html(data)

@@ -216,7 +216,11 @@
       }
       // Open, the calls stand between the lines; else in the order in which they were first made.
       if (node.isOpen) node.body.replaceChildren(...node.parts.map((part) => (Array.isArray(part) ? calls(part) : part)));
-      else node.body.replaceChildren(...codes, ...(node.children.length ? [calls(node.children)] : []));
+      else {
+        const list = node.children.length ? calls(node.children) : "";
+        if (list && !node.hasLinks) list.setAttribute("hidden", "until-found");
+        node.body.replaceChildren(...codes, list);
+      }
     }
 
     // Opens what must be open so that the call has a row.
