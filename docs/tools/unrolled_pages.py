@@ -35,7 +35,8 @@ from stash import Stash
 from tour import read_chain, read_tour
 
 from minimegatron.tracing.code_rows import DOCSTRING, rows_of
-from minimegatron.tracing.unrolled_page import ASSETS, outline_html, page_text
+from minimegatron.tracing.unrolled_outline import outline_html
+from minimegatron.tracing.unrolled_page import ASSETS, page_text
 
 FUNCTIONS = UNROLLED / "functions.json"
 FIRST = ("1f1b-paced", "tp2-pp2", "interleaved-paced", "zero1", "experts", "one-rank")
@@ -60,7 +61,7 @@ search:
 """
 INTRO = """Below is one training step that was recorded, call for call. Open a call to see the lines
 that it ran, and only these. Calls of one function from one line stand in one row.
-[Other runs](index.md).
+[How to read it](index.md#how-to-read-it), [other runs](index.md).
 """
 
 
@@ -116,12 +117,10 @@ def _span(numbers: list[int]) -> str:
 
 
 def _page(name: str, data: dict[str, Any], stash: Stash) -> str:
-    def links_of(number: int, is_first: bool) -> str:
+    def links_of(number: int) -> str:
         links = data["links"][number]
         path, line = data["functions"][number][1:3]
         place = f"{escape(path.rpartition('/')[2])}:{line}"
-        if not is_first:
-            return place
         parts = [f'<a href="{links["source"]}">{place}</a>' if links.get("source") else place]
         if "tour" in links:
             title, url = links["tour"]

@@ -184,20 +184,24 @@ class LineRecorder:
         if not self._calls:
             return None
         numbers: dict[str, int] = {}
+        paths: list[dict[tuple[int, ...], int]] = []
         found = StepLines()
         for call in self._calls:
             before = call.code.co_firstlineno - 1
             key = _key_of(call.code, texts)
             if key not in numbers:
                 numbers[key] = len(numbers)
+                paths.append({})
                 found.functions.append(FunctionLines(key))
-            counts = found.functions[numbers[key]].lines
-            for line in call.lines:
-                counts[line - before] = counts.get(line - before, 0) + 1
+            number = numbers[key]
+            path = tuple(sorted(line - before for line in call.lines))
+            path_number = paths[number].setdefault(path, len(paths[number]))
             line = 0
             if call.parent != NONE:
                 line = call.line - self._calls[call.parent].code.co_firstlineno + 1
-            found.calls.append(LinesCall(numbers[key], call.parent, line, call.event))
+            found.calls.append(LinesCall(number, call.parent, line, call.event, path_number))
+        for function, own in zip(found.functions, paths, strict=True):
+            function.paths.extend(own)
         return found
 
 

@@ -150,7 +150,7 @@ ABOUT = Keys(
     {"rank": int, "world_size": int, "coordinates": Keys(AXES, {}), "sizes": Keys(AXES, {})},
     {"device": str, "clock": CLOCK, "is_cut": bool},
 )
-LINES = Keys({"functions": [Keys({"source": str, "lines": [[int]]}, {})], "calls": [[int]]}, {})
+LINES = Keys({"functions": [Keys({"source": str, "paths": [[int]]}, {})], "calls": [[int]]}, {})
 RECORDING = Keys(
     {"rank": ABOUT, "ranks": [[EVENT]]},
     {
@@ -220,18 +220,21 @@ def _check_lines(lines: dict[str, Any], sources: dict[str, Any], num_events: int
                 f"{where}.source is {function['source']!r:.60}, of which no text is kept"
             )
         num_lines = 1 + sources[function["source"]]["text"].count("\n")
-        for pair in function["lines"]:
-            if len(pair) != 2 or not 1 <= pair[0] <= num_lines:
+        for path in function["paths"]:
+            if not all(1 <= line <= num_lines for line in path):
                 raise ValueError(
-                    f"{where}.lines holds {pair!r:.60}; the text has {num_lines} lines"
+                    f"{where}.paths holds {path!r:.60}; the text has {num_lines} lines"
                 )
     levels: list[int] = []
     for number, call in enumerate(lines["calls"]):
         where = f"lines.calls.{number}"
-        if len(call) != 4:
-            raise ValueError(f"{where} has {len(call)} numbers, not function, parent, line, event")
-        function, parent, _, event = call
+        if len(call) != 5:
+            raise ValueError(
+                f"{where} has {len(call)} numbers, not function, parent, line, event, path"
+            )
+        function, parent, _, event, path = call
         _check_index(function, len(lines["functions"]), f"{where}'s function")
+        _check_index(path, len(lines["functions"][function]["paths"]), f"{where}'s path")
         # -1 is none; the first call alone has no parent, since all others are made within it.
         _check_index(None if number == 0 and parent == -1 else parent, number, f"{where}'s parent")
         _check_index(None if event == -1 else event, num_events, f"{where}'s event")

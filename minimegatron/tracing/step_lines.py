@@ -5,12 +5,13 @@ Torch-free. Megatron has no counterpart.
 In a rank's file, under "lines":
 
 ```
-{"functions": [{"source": "path:first line",                 a key of "sources", which has the text
-                "lines": [[line, calls that ran it], ...]}],  counted from 1 within that text
- "calls": [[function, parent, line, event], ...]}             indices; -1 where there is none
+{"functions": [{"source": "path:first line",        a key of "sources", which has the text
+                "paths": [[line, line, ...], ...]}], lines that a call ran, counted from 1 in that text
+ "calls": [[function, parent, line, event, path], ...]}   indices; -1 where there is none
 ```
 
-A call's `line` is that of its parent's text; `event` is the index of the traced call that it is.
+A call's `line` is that of its parent's text; `event` is the index of the traced call that it is; `path`
+is one of its function's.
 """
 
 from dataclasses import dataclass, field
@@ -30,16 +31,23 @@ class LinesCall(NamedTuple):
     """Of the parent's text: where it was made."""
     event: int = NONE
     """Index into `RankTrace.events`, of a traced call."""
+    path: int = 0
+    """Index into its function's paths: the lines that it ran."""
 
 
 @dataclass
 class FunctionLines:
-    """One function: which of its lines ran, and in how many of its calls."""
+    """One function: which lines each of its calls ran, counted from 1 within its text."""
 
     source: str
     """Its key in `RankTrace.sources`."""
-    lines: dict[int, int] = field(default_factory=dict)
-    """Line, counted from 1 within the text -> number of calls that ran it."""
+    paths: list[tuple[int, ...]] = field(default_factory=list)
+    """Each choice of lines that a call ran, once."""
+
+    @property
+    def lines(self) -> set[int]:
+        """The lines that any of its calls ran."""
+        return {line for path in self.paths for line in path}
 
 
 @dataclass
@@ -51,11 +59,14 @@ class StepLines:
 
     def to_json(self) -> dict[str, Any]:
         """For `json.dumps`."""
-        functions = [{"source": f.source, "lines": sorted(f.lines.items())} for f in self.functions]
+        functions = [{"source": f.source, "paths": f.paths} for f in self.functions]
         return {"functions": functions, "calls": [list(call) for call in self.calls]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepLines":
         """The inverse of `to_json`."""
-        functions = [FunctionLines(f["source"], dict(f["lines"])) for f in data["functions"]]
+        functions = [
+            FunctionLines(f["source"], [tuple(path) for path in f["paths"]])
+            for f in data["functions"]
+        ]
         return cls(functions, [LinesCall(*call) for call in data["calls"]])

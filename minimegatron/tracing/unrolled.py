@@ -6,7 +6,8 @@ Calls of one function from one line of one caller are one `CallNode`: a loop's t
 children are the calls that any of them made, in the order of the first.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from minimegatron.planner.actions import SEND, Event, Message
 from minimegatron.tracing.code_rows import CodeRows, rows_of
 from minimegatron.tracing.rank_trace import RankTrace, Source
 from minimegatron.tracing.run import Run
-from minimegatron.tracing.step_lines import NONE, FunctionLines, LinesCall
+from minimegatron.tracing.step_lines import NONE, LinesCall
 from minimegatron.tracing.trace_words import moved_words
 
 Unit = tuple[int | None, int | None]
@@ -47,6 +48,8 @@ class MessageRow(NamedTuple):
     """The other's global rank."""
     peer_node: int | None
     """The node of its tree; None where it left no recorded lines."""
+    event: int
+    """Of this rank's recording: the call that carried it, maybe with others."""
     number: int
     """Place among all messages of this rank, in the order of the calls."""
     peer_number: int | None
@@ -68,7 +71,9 @@ class CallNode:
     """Whether it is a link of the chain; else a helper of one."""
     num_calls: int = 0
     units: dict[Unit, int] = field(default_factory=dict)
-    """What its calls worked on, in order -> how many did."""
+    """What its calls worked on, or carried, in order -> how many did."""
+    ran: dict[int, int] = field(default_factory=dict)
+    """Line of the function's text -> how many of its calls ran it."""
     events: list[int] = field(default_factory=list)
     """Of those that are traced, indices into the recording's events."""
     children: list["CallNode"] = field(default_factory=list)
@@ -92,8 +97,16 @@ class CallNode:
 
     def is_about(self, microbatch: int) -> bool:
         """Whether any of its calls works on this microbatch, or carries its messages."""
-        works = any(unit[0] == microbatch for unit in self.units)
-        return works or any(row.message.microbatch == microbatch for row in self.rows)
+        return any(unit[0] == microbatch for unit in self.units)
+
+    def helpers(self) -> list["CallNode"]:
+        """The calls between it and the nearest link of the chain around it, the outermost first."""
+        found: list[CallNode] = []
+        node = self.parent
+        while node is not None and not node.is_link:
+            found.insert(0, node)
+            node = node.parent
+        return found
 
 
 class Unrolled:
@@ -103,7 +116,7 @@ class Unrolled:
         self.recording, self.lines = recording, recording.lines
         self.nodes: list[CallNode] = []
         self._of_event: dict[int, CallNode] = {}
-        self._rows: dict[int, CodeRows] = {}
+        self._rows: dict[CallNode, CodeRows] = {}
         self._grow()
 
     @property
@@ -112,16 +125,21 @@ class Unrolled:
 
     def source(self, node: CallNode) -> Source:
         """The function's name and its own text."""
-        return self.recording.sources[self.ran(node).source]
+        return self.recording.sources[self.lines.functions[node.function].source]
 
     def place(self, node: CallNode) -> tuple[str, int]:
         """The function's file, and its first line there when it was recorded."""
-        path, _, line = self.ran(node).source.rpartition(":")
+        path, _, line = self.lines.functions[node.function].source.rpartition(":")
         return path, int(line)
 
-    def ran(self, node: CallNode) -> FunctionLines:
-        """Which of the function's lines ran, in any of its calls of this step."""
-        return self.lines.functions[node.function]
+    def name(self, node: CallNode) -> str:
+        """The function's name as a reader knows it; with its file where two have the same."""
+        return self._names[node.function]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        sources = self.recording.sources
+        return names_of([sources[function.source].name for function in self.lines.functions])
 
     def place_in_caller(self, node: CallNode) -> int:
         """The line of the caller's text below which it stands: the last one of the calling statement.
@@ -136,11 +154,15 @@ class Unrolled:
         return rows.ends.get(node.line, node.line)
 
     def rows(self, node: CallNode) -> CodeRows:
-        """The function's text: what is shown of it, and what is folded."""
-        if node.function not in self._rows:
-            text, ran = self.source(node).text, self.ran(node).lines
-            self._rows[node.function] = rows_of(text, ran, self.num_calls[node.function])
-        return self._rows[node.function]
+        """The function's text: what is shown of it, since a call of this node ran it; and folds."""
+        if node not in self._rows:
+            self._rows[node] = rows_of(self.source(node).text, node.ran, node.num_calls)
+        return self._rows[node]
+
+    @cached_property
+    def has_chunks(self) -> bool:
+        """Whether there are several chunks per stage."""
+        return any(unit[1] for node in self.nodes for unit in node.units)
 
     @property
     def num_lines(self) -> int:
@@ -156,45 +178,44 @@ class Unrolled:
         return sorted(self._of_event.items(), key=lambda item: item[0])
 
     @cached_property
-    def first(self) -> dict[int, CallNode]:
-        """By function: the node at which it is called first, and where its lines are shown."""
-        found: dict[int, CallNode] = {}
+    def first(self) -> set[CallNode]:
+        """The nodes that ran a line which no node before them did: there the lines are shown.
+
+        Mostly that is the function's first call.
+        """
+        found: set[CallNode] = set()
+        shown: dict[int, set[int]] = {}
         for node in self.nodes:
-            found.setdefault(node.function, node)
+            lines = shown.setdefault(node.function, set())
+            if not lines or not node.ran.keys() <= lines:
+                found.add(node)
+                lines |= {0, *node.ran}
         return found
 
     @cached_property
     def new(self) -> set[CallNode]:
-        """The nodes at which a function is called first, and all nodes around these."""
+        """These nodes, and all nodes around them."""
         found: set[CallNode] = set()
-        for first in self.first.values():
+        for first in self.first:
             node: CallNode | None = first
             while node is not None and node not in found:
                 found.add(node)
                 node = node.parent
         return found
 
-    @cached_property
-    def num_calls(self) -> list[int]:
-        """By function: how often it was called."""
-        counts = [0] * len(self.lines.functions)
-        for call in self.lines.calls:
-            counts[call.function] += 1
-        return counts
-
     # -- Making it --
 
     def _grow(self) -> None:
         of_call: list[CallNode] = []
-        units: list[Unit] = []
+        units: list[tuple[Unit, ...]] = []
         lines: list[int] = []
         known: dict[tuple[CallNode | None, int, int], CallNode] = {}
         handing_on = self._handing_on()
         for call in self.lines.calls:
             parent, line = (of_call[call.parent], call.line) if call.parent != NONE else (None, 0)
             event = self.recording.events[call.event] if call.event != NONE else None
-            around = units[call.parent] if call.parent != NONE else (None, None)
-            units.append(_unit_of(event, around))
+            around = units[call.parent] if call.parent != NONE else ((None, None),)
+            units.append(_units_of(event, around))
             if call.parent != NONE and self.lines.calls[call.parent].function in handing_on:
                 line = lines[call.parent]
             lines.append(line)
@@ -209,7 +230,10 @@ class Unrolled:
                     parent.children.append(node)
             of_call.append(node)
             node.num_calls += 1
-            node.units[units[-1]] = node.units.get(units[-1], 0) + 1
+            for unit in units[-1]:
+                node.units[unit] = node.units.get(unit, 0) + 1
+            for number in self.lines.functions[call.function].paths[call.path]:
+                node.ran[number] = node.ran.get(number, 0) + 1
             if event is not None:
                 self._add_event(node, call.event, event)
         # A caller stands before what it calls, and that in the order of lines that a reader sees.
@@ -243,10 +267,56 @@ class Unrolled:
             node.notes.append(words)
 
 
-def _unit_of(event: Event | None, around: Unit) -> Unit:
-    if event is None or event.action.microbatch is None:
+def _units_of(event: Event | None, around: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """What a call works on: its own, else its caller's. Of one that carries messages, theirs."""
+    if event is None:
         return around
-    return (event.action.microbatch, event.action.chunk)
+    if event.action.messages:
+        return tuple((message.microbatch, message.chunk) for message in event.action.messages)
+    if event.action.microbatch is None:
+        return around
+    return ((event.action.microbatch, event.action.chunk),)
+
+
+def names_of(dotted: Sequence[str]) -> list[str]:
+    """The names by which a reader knows functions; with their file where two have the same.
+
+    >>> names_of(["a.steps.forward_step", "a.pretrain_gpt.forward_step", "a.steps.Chunk.run"])
+    ['steps.forward_step', 'pretrain_gpt.forward_step', 'Chunk.run']
+    """
+    names = [short_name(name) for name in dotted]
+    counts = Counter(names)
+    return [
+        f"{module_of(whole)}.{name}" if counts[name] > 1 else name
+        for whole, name in zip(dotted, names, strict=True)
+    ]
+
+
+def short_name(name: str) -> str:
+    """A function's name without its module; of one that is defined inside another, both.
+
+    >>> short_name("minimegatron.core.pipeline_parallel.steps.ModelChunk.forward_step")
+    'ModelChunk.forward_step'
+    >>> short_name("package.module.outer.<locals>.inner")
+    'inner, defined in outer'
+    """
+    outer, _, inner = name.rpartition(".<locals>.")
+    if outer:
+        return f"{inner}, defined in {short_name(outer)}"
+    parts = inner.split(".")
+    is_method = len(parts) > 1 and parts[-2].lstrip("_")[:1].isupper()
+    return ".".join(parts[-2:]) if is_method else parts[-1]
+
+
+def module_of(name: str) -> str:
+    """The last part of the module that a function is in.
+
+    >>> module_of("minimegatron.core.pipeline_parallel.steps.ModelChunk.forward_step")
+    'steps'
+    """
+    parts = name.partition(".<locals>")[0].split(".")
+    is_method = len(parts) > 2 and parts[-2].lstrip("_")[:1].isupper()
+    return parts[-3 if is_method else -2] if len(parts) > 1 else ""
 
 
 # -- All ranks --
@@ -273,7 +343,7 @@ def unroll(run: Run) -> dict[int, Unrolled]:
             other = ends.get(ranks[peer], {}).get((not is_sent, payload, stage, ordinal))
             place = (None, None) if other is None else (other.node.number, other.number)
             end.node.rows.append(
-                MessageRow(end.message, ranks[peer], place[0], end.number, place[1])
+                MessageRow(end.message, ranks[peer], place[0], end.event, end.number, place[1])
             )
     return found
 
@@ -283,6 +353,7 @@ class _End(NamedTuple):
     """Whether it is sent, what it carries, the other stage, how many like it came before."""
     node: CallNode
     message: Message
+    event: int
     number: int
 
 
@@ -293,7 +364,8 @@ def _ends(unrolled: Unrolled) -> Iterator[_End]:
         for message in unrolled.recording.events[index].action.messages:
             key = (message.direction == SEND, message.payload, message.peer)
             counts[key] = counts.get(key, -1) + 1
-            yield _End((*key, counts[key]), node, message, sum(counts.values()) + len(counts) - 1)
+            number = sum(counts.values()) + len(counts) - 1
+            yield _End((*key, counts[key]), node, message, index, number)
 
 
 def _pipeline_of(unrolled: Unrolled, ranks: Iterable[RankTrace]) -> dict[int, int]:

@@ -1,27 +1,25 @@
-"""A step unrolled as one page that needs no network: its data, and what stands there without scripts.
+"""A step unrolled as one page that needs no network, and the data that its program reads.
 
 Torch-free. Megatron has no counterpart.
 
 The keys of the data are short, since there are hundreds of calls per rank:
 
 * `functions`: [name, path, first line, its first sentence, first and last line of the docstring, text].
-  The text has no docstring and no common indentation.
+  The text has no docstring and no common indentation. `names` has what a reader knows them by.
 * `views`: [function, [[first, last, words] of each fold], [[line, calls that ran it]]]
 * `ranks`: of each `rank`, `place`, `calls`, `functions`, `lines` (how many), and
   `nodes`: [view, caller, line of the caller below which it stands, calls, units, notes, whether a link,
-  1 for the function's first call, -1 if one of another function is within]; `units` and `notes` are
+  1 where its lines are shown, -1 if those of another function within it are]; `units` and `notes` are
   indices into `words`;
   `messages`: [node, 1 if it is sent, what it carries, microbatch, chunk, other rank, number of the
-  message there or -1, size]
-* `words`: texts and lists of texts that occur often
+  message there or -1, size, number of the call that carried it]
+* `words`: texts and lists of texts that occur often; `chunks`: whether a stage has several
 """
 
 import json
 import os
 import textwrap
-from collections.abc import Callable, Iterator
 from functools import lru_cache
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,9 @@ from minimegatron.tracing.code_rows import DOCSTRING
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.trace_words import size
-from minimegatron.tracing.unrolled import CallNode, Unrolled, unroll
-from minimegatron.tracing.unrolled_text import number_words, short_name
+from minimegatron.tracing.unrolled import CallNode, Unrolled, names_of, unroll
+from minimegatron.tracing.unrolled_outline import outline_html
+from minimegatron.tracing.unrolled_text import number_words
 
 ASSETS = Path(__file__).parent / "assets"
 LINES_PER_MINUTE = 10
@@ -88,11 +87,12 @@ class _Table:
 def unrolled_data(run: Run) -> dict[str, Any]:
     """Everything the page shows, of all ranks whose lines were recorded."""
     functions, views, words = _Table(), _Table(), _Table()
-    ranks = [
-        _rank_data(unrolled, functions, views, words) for _, unrolled in sorted(unroll(run).items())
-    ]
+    found = [unrolled for _, unrolled in sorted(unroll(run).items())]
+    ranks = [_rank_data(unrolled, functions, views, words) for unrolled in found]
     return {
         "functions": functions.values,
+        "names": names_of([function[0] for function in functions.values]),
+        "chunks": int(any(unrolled.has_chunks for unrolled in found)),
         "views": views.values,
         "words": words.values,
         "ranks": ranks,
@@ -119,6 +119,7 @@ def _rank_data(unrolled: Unrolled, functions: _Table, views: _Table, words: _Tab
                 row.peer_rank,
                 -1 if row.peer_number is None else row.peer_number,
                 words.number(size(message.num_bytes)),
+                row.event,
             ]
     recording = unrolled.recording
     return {
@@ -136,7 +137,7 @@ def _rank_data(unrolled: Unrolled, functions: _Table, views: _Table, words: _Tab
                 words.number(_units(node)),
                 words.number(node.notes),
                 int(node.is_link),
-                int(unrolled.first[node.function] is node) or -int(node in unrolled.new),
+                int(node in unrolled.first) or -int(node in unrolled.new),
             ]
             for node in unrolled.nodes
         ],
@@ -176,77 +177,3 @@ def page_text(text: str, docstring: tuple[int, int]) -> tuple[str, int, int, str
     sentence = words.strip("\"' ").partition(". ")[0].rstrip(".")
     kept = lines[: first - 1] + lines[last:] if first else lines
     return sentence, first, last, "\n".join(kept)
-
-
-# -- Without scripts --
-
-LinkOf = Callable[[int, bool], str]
-"""Of a function, by its number, and of whether this is its first call: links to its pages, as HTML."""
-
-
-def outline_html(data: dict[str, Any], links_of: LinkOf | None = None) -> str:
-    """Who calls whom on each rank, as nested lists with links: what a reader sees without scripts."""
-    links_of = links_of or (lambda number, is_first: "")
-    return "".join(_rank_outline(data, rank, links_of) for rank in data["ranks"])
-
-
-def _rank_outline(data: dict[str, Any], rank: dict[str, Any], links_of: LinkOf) -> str:
-    messages: dict[int, list[str]] = {}
-    for number, message in enumerate(rank["messages"]):
-        messages.setdefault(message[0], []).append(_message_html(data, rank, number, message))
-    children: dict[int, list[int]] = {}
-    for number, node in enumerate(rank["nodes"]):
-        children.setdefault(node[1], []).append(number)
-
-    def links(number: int) -> Iterator[int]:
-        for child in children.get(number, ()):
-            if rank["nodes"][child][6]:
-                yield child
-            else:
-                yield from links(child)
-
-    def item(number: int) -> str:
-        below = "".join(map(item, links(number)))
-        inner = f"<ol>{below}</ol>" if below else ""
-        told = "".join(messages.get(number, ()))
-        told = f'<ul class="u-messages">{told}</ul>' if told else ""
-        head = _head_html(data, rank["nodes"][number], links_of)
-        return f'<li id="rank-{rank["rank"]}-call-{number}">{head}{told}{inner}</li>'
-
-    name = f"Rank {rank['rank']}"
-    return (
-        f'<h2 id="rank-{rank["rank"]}">{name} <small>{escape(rank["place"])}</small></h2>'
-        f'<ol class="u-outline">{item(0)}</ol>'
-    )
-
-
-def _head_html(data: dict[str, Any], node: list, links_of: LinkOf) -> str:
-    number = data["views"][node[0]][0]
-    name, path, line = data["functions"][number][:3]
-    words = [_units_html(data["words"][node[4]])]
-    if node[3] > 1:
-        words.append(f"{node[3]} calls")
-    words += data["words"][node[5]][:2]
-    told = " · ".join(filter(None, words))
-    place = (
-        links_of(number, node[7] == 1) or f"<span>{escape(path.rpartition('/')[2])}:{line}</span>"
-    )
-    return f"<code>{escape(short_name(name))}</code> {escape(told)} <small>{place}</small>"
-
-
-def _units_html(units: list[list]) -> str:
-    of_chunks = [f"microbatch{'' if which.isdigit() else 'es'} {which}" for _, which in units]
-    if len(units) > 1:
-        of_chunks = [f"chunk {unit[0]}: {w}" for unit, w in zip(units, of_chunks, strict=True)]
-    return "; ".join(of_chunks)
-
-
-def _message_html(data: dict[str, Any], rank: dict[str, Any], number: int, message: list) -> str:
-    _, is_sent, payload, microbatch, _, peer, peer_number, num_bytes = message
-    where = f"rank {peer}"
-    if peer_number >= 0:
-        where = f'<a href="#rank-{peer}-message-{peer_number}">{where}</a>'
-    arrow, to = ("→", "to") if is_sent else ("←", "from")
-    words = escape(f"{arrow} {data['words'][payload]} of microbatch {microbatch} {to} ")
-    rank_id = f"rank-{rank['rank']}-message-{number}"
-    return f'<li id="{rank_id}">{words}{where}, {data["words"][num_bytes]}</li>'

@@ -4,6 +4,7 @@ Torch-free. Megatron has no counterpart.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from minimegatron.planner.actions import SEND
 from minimegatron.tracing.trace_words import size
@@ -62,27 +63,28 @@ class _Text:
     def _is_shown(self, node: CallNode) -> bool:
         return self.wanted is None or node in self.wanted
 
-    def _head(self, node: CallNode) -> str:
+    def _head(self, node: CallNode, names_helpers: bool = False) -> str:
+        """A call's own line. `names_helpers`: those that stand in no line of their own."""
         path, line = self.unrolled.place(node)
-        words = call_words(node, self.microbatch)
-        name = short_name(self.unrolled.source(node).name)
-        return "  ".join(filter(None, (name, words, f"[{path.rpartition('/')[2]}:{line}]")))
+        parts = [self.unrolled.name(node)]
+        if names_helpers and node.helpers():
+            names = [self.unrolled.name(helper).partition(", ")[0] for helper in node.helpers()]
+            parts.append(f"via {' > '.join(names)}")
+        parts += [call_words(node, self.microbatch), f"[{path.rpartition('/')[2]}:{line}]"]
+        return "  ".join(filter(None, parts))
 
     def _body(self, node: CallNode, indent: str, level: int) -> Iterator[str]:
         """What stands below a call's own line: its messages, then its code or whom it calls."""
-        for row in self._rows(node):
-            yield f"{indent}{row_words(row)}"
+        yield from self._messages(node, indent)
         if self.depth is not None and level >= self.depth:
-            for link in node.links():
-                if self._is_shown(link):
-                    yield f"{indent}{self._head(link)}"
-                    yield from self._body(link, f"{indent}  ", level + 1)
-            return
-        if self.unrolled.first[node.function] is not node:
-            yield f"{indent}= its lines stand at its first call, above"
+            for link in filter(self._is_shown, node.links()):
+                yield f"{indent}{self._head(link, True)}"
+                yield from self._body(link, f"{indent}  ", level + 1)
+        elif node in self.unrolled.first:
+            yield from self._code(node, indent, level)
+        else:
+            yield f"{indent}= its lines stand at an earlier call, above"
             yield from self._again(node, indent, level)
-            return
-        yield from self._code(node, indent, level)
 
     def _again(self, node: CallNode, indent: str, level: int) -> Iterator[str]:
         """Of a function whose lines were shown: the links in it, and first calls of others."""
@@ -91,9 +93,8 @@ class _Text:
                 yield f"{indent}      └ {self._head(callee)}"
                 yield from self._body(callee, f"{indent}        ", level + 1)
             elif callee.is_link:
-                yield f"{indent}{self._head(callee)}"
-                for row in self._rows(callee):
-                    yield f"{indent}  {row_words(row)}"
+                yield f"{indent}{self._head(callee, True)}"
+                yield from self._messages(callee, f"{indent}  ")
                 yield from self._again(callee, f"{indent}  ", level + 1)
             else:
                 yield from self._again(callee, indent, level + 1)
@@ -114,7 +115,7 @@ class _Text:
                 yield f"{indent}    … {counted(fold.num_lines, 'line')}: {fold.words}"
             elif lines[number - 1].strip():
                 count = rows.counts.get(number)
-                some = "" if count is None else f"   # in {count} of {self._num_calls(node)} calls"
+                some = "" if count is None else f"   # in {count} of {node.num_calls} calls"
                 yield f"{indent}{first + number - 1:5} {lines[number - 1][own:]}{some}"
             for at in range(number, last + 1):
                 for callee in filter(self._is_shown, callees.get(at, ())):
@@ -122,39 +123,26 @@ class _Text:
                     yield from self._body(callee, f"{indent}        ", level + 1)
             number = last + 1
 
-    def _num_calls(self, node: CallNode) -> int:
-        return self.unrolled.num_calls[node.function]
-
-    def _rows(self, node: CallNode) -> list[MessageRow]:
-        wanted = self.microbatch
-        return [row for row in node.rows if wanted in (None, row.message.microbatch)]
+    def _messages(self, node: CallNode, indent: str) -> Iterator[str]:
+        """One line for each call: what it sent, and what it received."""
+        for _, found in groupby(node.rows, key=lambda row: row.event):
+            rows = list(found)
+            if self.microbatch in (None, *(row.message.microbatch for row in rows)):
+                yield indent + "; ".join(row_words(row, self.unrolled.has_chunks) for row in rows)
 
 
 # -- Words --
 
 
-def short_name(name: str) -> str:
-    """A function's name without its module; of one that is defined inside another, both.
-
-    >>> short_name("minimegatron.core.pipeline_parallel.steps.ModelChunk.forward_step")
-    'ModelChunk.forward_step'
-    >>> short_name("package.module.outer.<locals>.inner")
-    'inner, defined in outer'
-    """
-    outer, _, inner = name.rpartition(".<locals>.")
-    if outer:
-        return f"{inner}, defined in {short_name(outer)}"
-    parts = inner.split(".")
-    is_method = len(parts) > 1 and parts[-2].lstrip("_")[:1].isupper()
-    return ".".join(parts[-2:]) if is_method else parts[-1]
-
-
 def call_words(node: CallNode, microbatch: int | None = None) -> str:
     """What a node's calls worked on, and how many there were; "" for one call, of no microbatch."""
     units = [unit for unit in node.units if microbatch in (None, unit[0])]
-    parts = [unit_words(units)]
-    # A call that carries several microbatches' messages is of none of them.
-    num_calls = sum(node.units[unit] for unit in units) or node.num_calls
+    # What a call carries is said below it, message for message.
+    parts = [] if node.rows else [unit_words(units)]
+    # One call may carry messages of two microbatches.
+    num_calls = node.num_calls
+    if microbatch is not None and units:
+        num_calls = sum(node.units[unit] for unit in units)
     if num_calls > 1:
         parts.append(f"{num_calls} calls")
     return "  ".join(filter(None, (*parts, "; ".join(node.notes[:2]))))
@@ -193,15 +181,16 @@ def number_words(numbers: Iterable[int | None]) -> str:
     return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs) or "none"
 
 
-def row_words(row: MessageRow) -> str:
+def row_words(row: MessageRow, has_chunks: bool = False) -> str:
     """A message, and where its other end is."""
     message = row.message
+    chunk = f", chunk {message.chunk}" if has_chunks else ""
     arrow = "→" if message.direction == SEND else "←"
     where = f"rank {row.peer_rank}"
     if row.peer_node is not None:
         where += f", call {row.peer_node}"
     return (
-        f"{arrow} {message.payload} of microbatch {message.microbatch} "
+        f"{arrow} {message.payload} of microbatch {message.microbatch}{chunk} "
         f"{'to' if message.direction == SEND else 'from'} {where}, {size(message.num_bytes)}"
     )
 

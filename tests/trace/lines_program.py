@@ -1,7 +1,7 @@
 """A training step without ranks, whose lines `test_line_recorder` knows. Each mark names a line."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 
 from minimegatron.core.tracing import traced
@@ -84,9 +84,13 @@ def seldom(number: int) -> int:
     return -number  # seldom
 
 
+def chosen(function: Callable[[int], int]) -> int:
+    return function(1)
+
+
 def often(is_last: bool) -> int:
     if is_last:
-        return seldom(1)
+        return 1
     return 0
 
 
@@ -109,6 +113,8 @@ def train_step(count: int) -> int:
         total += decorated(total)
     total += often(False)
     total += often(True)
+    total += chosen(is_even)
+    total += chosen(seldom)
     ordered = sorted([2, 1], key=lambda n: -n)
     return total + ordered[0]
 

@@ -6,8 +6,9 @@ import pytest
 
 from minimegatron.planner.actions import RECEIVE, SEND
 from minimegatron.tracing.code_rows import rows_of
-from minimegatron.tracing.unrolled import unroll
-from minimegatron.tracing.unrolled_page import outline_html, unrolled_data, unrolled_html
+from minimegatron.tracing.unrolled import names_of, unroll
+from minimegatron.tracing.unrolled_outline import outline_html
+from minimegatron.tracing.unrolled_page import unrolled_data, unrolled_html
 from tests.ranks import run_ranks
 from tests.trace.recordings import record_lines
 from tests.trace.test_line_recorder import marked, recorded
@@ -74,8 +75,9 @@ def test_lines_stand_at_the_first_call():
 
 def test_what_is_first_called_within_a_later_call_is_shown_there():
     text = recorded(count=1)[0].unrolled()
-    assert text.count("def often(") == 1 and text.count("def seldom(") == 1
-    assert text.index("def often(") < text.index("= its lines stand") < text.index("def seldom(")
+    assert text.count("def chosen(") == 1 and text.count("def seldom(") == 1
+    assert text.index("def chosen(") < text.index("= its lines stand") < text.index("def seldom(")
+    assert text.count("def often(") == 2, "each of its calls runs a line that the other does not"
 
 
 def test_depth_and_microbatch():
@@ -83,6 +85,7 @@ def test_depth_and_microbatch():
     outline = run.unrolled(depth=0)
     assert not re.search(r"^ *\d+ ", outline, re.MULTILINE)
     assert "forward  microbatches 0-2  3 calls" in outline and "half" not in outline
+    assert "via" not in outline, "the step calls it itself"
     one = run.unrolled(depth=1)
     assert "for number in numbers(count):" in one and "if is_even(number):" not in one
     about = run.unrolled(microbatch=1)
@@ -91,6 +94,21 @@ def test_depth_and_microbatch():
         run.unrolled(microbatch=9)
     with pytest.raises(ValueError, match="no recorded lines of rank 3; there are: 0"):
         run.unrolled(rank=3)
+
+
+def test_a_row_says_what_only_some_of_its_calls_ran():
+    run, _ = recorded(count=3)
+    unrolled = unroll(run)[0]
+    of_name = {unrolled.name(node): node for node in unrolled.nodes}
+    rows = unrolled.rows(of_name["half"])
+    assert set(rows.counts.values()) == {2, 1} and not rows.folds
+    often = [node for node in unrolled.nodes if unrolled.name(node) == "often"]
+    assert [len(unrolled.rows(node).folds) for node in often] == [1, 1], "each shows its own lines"
+
+
+def test_names_that_two_have_say_the_file():
+    names = names_of(["a.x.run", "a.y.run", "a.y.Chunk.run", "a.y.run.<locals>.inner"])
+    assert names == ["x.run", "y.run", "Chunk.run", "inner, defined in run"]
 
 
 def test_without_lines_it_says_what_to_do():
@@ -205,6 +223,7 @@ def test_the_page_has_all_of_it_and_needs_no_script(pipeline):
     assert len(ids) == len(set(ids))
     links = re.findall(r'href="#([^"]+)"', html)
     assert len(links) == 16 and set(links) <= set(ids)
+    assert html.count("<i>via ModelChunk.backward_step</i>") == 3, "two loops, and one"
     for rank in data["ranks"]:
         assert all(node[1] < number for number, node in enumerate(rank["nodes"]))
     page = unrolled_html(pipeline, 1)

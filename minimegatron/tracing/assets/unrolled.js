@@ -28,11 +28,14 @@
     };
   }
 
-  // Without the module; of a function that is defined inside another, [its name, the other's].
-  const shortNames = (name) => name.split(".<locals>.").slice(-2).map((part) => {
-    const words = part.split(".");
-    return words.length > 1 && /^_*[A-Z]/.test(words.at(-2)) ? words.slice(-2).join(".") : words.at(-1);
-  }).reverse();
+  // A sentence with `code` in it, as elements.
+  const prose = (text) => text.split("`").map((part, at) => (at % 2 ? make("code", {}, part) : part));
+
+  const numbered = (number) => number.toLocaleString("en");
+
+  const isSeen = (element) => (element.checkVisibility ? element.checkVisibility({ contentVisibilityAuto: true }) && element.getClientRects().length > 0 : element.offsetParent !== null);
+
+  const groupBy = (list, key) => list.reduce((groups, one) => groups.set(key(one), [...(groups.get(key(one)) ?? []), one]), new Map());
 
   // "0-2, 7" -> whether a number is among these.
   const among = (words, number) => words.split(", ").some((part) => {
@@ -51,7 +54,7 @@
       for (const node of this.nodes) {
         node.level = node.caller < 0 ? 0 : this.nodes[node.caller].level + 1;
         if (node.caller >= 0) this.nodes[node.caller].children.push(node);
-        if (node.isFirst) this.firsts.set(node.view[0], node);
+        if (!this.firsts.has(node.view[0])) this.firsts.set(node.view[0], node);
       }
       // Callers come before what they call, so from the last one on.
       for (const node of this.nodes.toReversed()) node.hasLinks = node.children.some((child) => child.isLink || child.hasLinks);
@@ -67,34 +70,48 @@
     // -- A call's own row --
 
     build(node) {
-      const [name, path, line] = this.data.functions[node.view[0]], links = this.page.linksOf(node.view[0]);
-      node.button = make("button", { type: "button", class: "u-open", "aria-expanded": "false", onclick: () => this.toggle(node) }, make("code", {}, shortNames(name)[0]));
-      node.button.node = node;
-      const place = `${path.split("/").at(-1)}:${line}`, words = this.words(node);
-      node.head = make("div", { class: "u-head" }, node.button, words ? make("span", { class: "u-words" }, words) : null,
+      const [, path, line] = this.data.functions[node.view[0]], links = this.page.linksOf(node.view[0]);
+      node.button = make("button", { type: "button", class: "u-open", "aria-expanded": "false", onclick: () => this.toggle(node) }, make("code", {}, this.name(node)));
+      const place = `${path.split("/").at(-1)}:${line}`;
+      node.via = make("span", { class: "u-via" });
+      node.said = make("span", { class: "u-words" }, this.words(node, null));
+      node.head = make("div", { class: "u-head" }, node.button, node.via, node.said,
         links.source ? make("a", { class: "u-place", href: links.source }, place) : make("span", { class: "u-place" }, place));
-      node.told = make("ul", { class: "u-messages" }, ...node.messages.map((one) => this.message(one)));
+      const carried = Map.groupBy ? Map.groupBy(node.messages, (one) => one.message[8]) : groupBy(node.messages, (one) => one.message[8]);
+      node.told = make("ul", { class: "u-messages" }, ...[...carried.values()].map((messages) => this.carried(messages)));
       node.body = make("div", { class: "u-body" });
       const kind = node.isLink ? "u-link" : node.hasLinks ? "u-inner" : "u-inner u-bare";
       node.item = make("li", { id: this.id("call", node.number), class: `u-call ${kind}` }, node.head, node.messages.length ? node.told : null, node.body);
     }
 
-    words(node) {
-      const { say } = this, [, outer] = shortNames(this.data.functions[node.view[0]][0]), several = node.units.length > 1;
-      const parts = node.units.map(([chunk, which]) => {
-        const what = say("unrolled.microbatches", { n: /^\d+$/.test(which) ? 1 : 2, which });
-        return several ? say("unrolled.chunk", { chunk, what }) : what;
-      });
-      return [outer ? say("unrolled.defined", { outer }) : "", parts.join("; "), node.calls > 1 ? say("unrolled.calls", { n: node.calls }) : "", ...node.notes.slice(0, 2)].filter(Boolean).join(" · ");
+    name(node) {
+      return this.data.names[node.view[0]];
     }
 
-    message({ number, message: [, isSent, payload, mb, , peer, peerNumber, size] }) {
-      const where = `rank ${peer}`, text = this.say(isSent ? "unrolled.sent" : "unrolled.received", { what: this.data.words[payload], mb, where: "\x00", size: this.data.words[size] });
-      const [before, after] = text.split("\x00");
-      const link = peerNumber < 0 ? where : make("a", { href: `#rank-${peer}-message-${peerNumber}` }, where);
-      const item = make("li", { id: this.id("message", number), tabindex: "-1" }, before, link, after);
-      item.mb = mb;
+    // What its calls worked on, and how many there were; of one microbatch, or of all (null).
+    words(node, mb) {
+      const { say } = this, units = node.messages.length ? [] : node.units.filter(([, which]) => mb === null || among(which, mb));
+      const parts = units.map(([chunk, which]) => {
+        const shown = mb === null ? which : String(mb), what = say("unrolled.microbatches", { n: /^\d+$/.test(shown) ? 1 : 2, which: shown });
+        return this.data.chunks ? say("unrolled.chunk", { chunk, what }) : what;
+      });
+      // How many of its calls are of one microbatch is not known here.
+      const calls = node.calls > 1 && (mb === null || !node.units.length) ? say("unrolled.calls", { n: node.calls }) : "";
+      return [parts.join("; "), calls, ...node.notes.slice(0, 2)].filter(Boolean).join(" · ");
+    }
+
+    // What one call sent, and what it received.
+    carried(messages) {
+      const item = make("li", {}, ...messages.flatMap((one, at) => [at ? make("span", { class: "u-and" }, "; ") : null, this.message(one)]));
+      item.mbs = messages.map((one) => one.message[3]);
       return item;
+    }
+
+    message({ number, message: [, isSent, payload, mb, chunk, peer, peerNumber, size] }) {
+      const where = `rank ${peer}`, what = this.data.words[payload], words = { what, mb: this.data.chunks ? this.say("unrolled.of-chunk", { mb, chunk }) : mb, where: "\x00", size: this.data.words[size] };
+      const [before, after] = this.say(isSent ? "unrolled.sent" : "unrolled.received", words).split("\x00");
+      const link = peerNumber < 0 ? where : make("a", { href: `#rank-${peer}-message-${peerNumber}` }, where);
+      return make("span", { class: "u-message", id: this.id("message", number), tabindex: "-1" }, before, link, after);
     }
 
     // -- What stands below it: its lines, and what they call --
@@ -124,7 +141,7 @@
       for (let at = 1; at <= last; at++) {
         const fold = starts.get(at), end = fold ? fold[1] : at;
         const text = fold ? "" : lines[own(at) - 1];
-        if (!fold && (text.trim() || (code.length && at < last))) code.push(this.line(first + at - 1, text, some.get(at), number));
+        if (!fold && (text.trim() || (code.length && at < last))) code.push(this.line(first + at - 1, text, some.get(at), node.calls));
         else if (fold && at !== from) code.push(...this.fold(fold, first, lines.slice(own(at) - 1, own(end))));
         const calls = [];
         for (let line = at; line <= end; line++) if (left.delete(line)) calls.push(...byLine.get(line));
@@ -137,10 +154,10 @@
       yield { code, calls: [...left].flatMap((line) => byLine.get(line)) };
     }
 
-    line(number, text, count, of) {
+    line(number, text, count, calls) {
       const isComment = text.trimStart().startsWith("#");
-      const line = make("span", { class: `u-line${isComment ? " u-comment" : ""}`, "data-n": number }, text || " ");
-      if (count !== undefined) line.append(make("small", {}, this.say("unrolled.some", { count, calls: this.numCalls(of) })));
+      const line = make("span", { class: `u-line${isComment ? " u-comment" : text.trim() ? "" : " u-blank"}`, "data-n": number }, text || " ");
+      if (count !== undefined) line.append(make("small", {}, this.say("unrolled.some", { count, calls })));
       return line;
     }
 
@@ -155,11 +172,6 @@
       return [make("span", { class: "u-line u-foldline" }, indent, button), hidden];
     }
 
-    numCalls(number) {
-      this.counts ??= this.nodes.reduce((counts, node) => counts.set(node.view[0], (counts.get(node.view[0]) ?? 0) + node.calls), new Map());
-      return this.counts.get(number);
-    }
-
     // What is said of the function where it is open: what it is, and where more is to be read.
     about(node) {
       const [, , , sentence] = this.data.functions[node.view[0]], links = this.page.linksOf(node.view[0]), replay = this.page.replayOf(this.rank, node.number);
@@ -167,7 +179,7 @@
       if (!node.isFirst) more.push(make("a", { href: `#${this.id("call", this.firsts.get(node.view[0]).number)}` }, this.say("unrolled.again")));
       if (links.tour) more.push(make("a", { href: links.tour[1] }, this.say("unrolled.tour", { title: links.tour[0] })));
       if (replay) more.push(make("a", { href: replay, onmouseenter: aim, onfocus: aim, onclick: aim }, this.say("unrolled.replay")));
-      return this.hideable(make("p", { class: "u-about" }, links.status ? make("strong", { class: "u-status" }, this.say(`unrolled.${links.status}`)) : null, sentence ? `${sentence}. ` : null, ...more.flatMap((link, at) => (at ? [" · ", link] : [link]))), node);
+      return this.hideable(make("p", { class: "u-about" }, links.status ? make("strong", { class: "u-status" }, this.say(`unrolled.${links.status}`)) : null, ...(sentence ? [...prose(sentence), ". "] : []), ...more.flatMap((link, at) => (at ? [" · ", link] : [link]))), node);
     }
 
     // Hidden until it is opened, or found by the browser's search.
@@ -223,6 +235,20 @@
       }
     }
 
+    // Says of the links within it which helpers between them and the next link have no row.
+    nameHelpers(node, hidden = []) {
+      for (const child of node.children) {
+        if (child.isLink) {
+          child.via.textContent = hidden.length && !node.isOpen ? this.say("unrolled.via", { names: hidden.map((one) => this.name(one).split(", ")[0]).join(" › ") }) : "";
+        } else if (child.hasLinks) this.nameHelpers(child, node.isOpen ? [] : [...hidden, child]);
+      }
+    }
+
+    // The nearest link at or above a call.
+    linkAbove(node) {
+      return node.isLink || node.caller < 0 ? node : this.linkAbove(this.nodes[node.caller]);
+    }
+
     // Opens what must be open so that the call has a row.
     reveal(node) {
       if (node.caller < 0) return;
@@ -243,23 +269,23 @@
 
     // Only what is about a microbatch, and the calls around it; null for all.
     limit(mb) {
-      const isAbout = (node) => mb === null || node.units.some(([, which]) => among(which, mb)) || node.messages.some((one) => one.message[3] === mb);
+      const isAbout = (node) => mb === null || node.units.some(([, which]) => among(which, mb));
       for (const node of this.nodes.toReversed()) {
         node.isWanted = isAbout(node) || node.children.some((child) => child.isWanted);
         node.item.classList.toggle("u-away", !node.isWanted);
-        for (const item of node.told.children) item.classList.toggle("u-away", mb !== null && item.mb !== mb);
+        for (const item of node.told.children) item.classList.toggle("u-away", mb !== null && !item.mbs.includes(mb));
+        node.said.textContent = this.words(node, mb);
       }
     }
 
     microbatches() {
-      return [...new Set(this.rank.messages.map((message) => message[3])), ...this.nodes.flatMap((node) => node.units.flatMap(([, which]) => which.split(/[-, ]+/).map(Number)))]
-        .reduce((most, mb) => Math.max(most, mb), -1) + 1;
+      return this.nodes.flatMap((node) => node.units.flatMap(([, which]) => which.split(/[-, ]+/).map(Number))).reduce((most, mb) => Math.max(most, mb), -1) + 1;
     }
 
     // How many rows and lines are to be seen.
     seen(node = this.nodes[0], hasRow = true) {
       if (node.isWanted === false) return { rows: 0, lines: 0 };
-      const sum = { rows: Number(hasRow), lines: node.isOpen ? node.body.querySelectorAll(":scope > .u-code > .u-line:not(.u-foldline)").length : 0 };
+      const sum = { rows: Number(hasRow), lines: node.isOpen ? node.body.querySelectorAll(":scope > .u-code > .u-line:not(.u-foldline, .u-blank)").length : 0 };
       for (const child of node.children) {
         const inside = this.seen(child, child.isLink || node.isOpen);
         sum.rows += inside.rows;
@@ -269,7 +295,7 @@
     }
 
     buttons() {
-      return [...this.element.querySelectorAll(".u-open")].filter((button) => button.checkVisibility?.() ?? button.offsetParent !== null);
+      return [...this.element.querySelectorAll(".u-open")].filter(isSeen);
     }
   }
 
@@ -321,7 +347,7 @@
       this.tree = this.trees.get(rank);
       this.ranks.value = String(rank);
       const { calls, functions, lines } = this.tree.rank;
-      this.figures.textContent = this.say("unrolled.figures", { calls: calls.toLocaleString("en"), functions, lines: lines.toLocaleString("en") });
+      this.figures.textContent = this.say("unrolled.figures", { calls: calls.toLocaleString("en"), functions, lines: numbered(lines) });
       this.place.replaceChildren(this.tree.element);
       const options = Array.from({ length: this.tree.microbatches() }, (_, mb) => make("option", { value: mb }, String(mb)));
       this.microbatches.replaceChildren(make("option", { value: "" }, this.say("unrolled.all")), ...options);
@@ -332,12 +358,20 @@
       if (isAsked) this.writeAddress();
     }
 
+    // Deeper: what a reader has opened stays open.
     setDepth(depth) {
+      const focused = document.activeElement, call = depth > this.depth ? this.call : null;
+      const kept = depth > this.depth ? this.tree.nodes.filter((node) => node.isOpen) : [];
       this.depth = depth;
       this.depths.value = String(depth);
       this.tree.openTo(depth);
+      for (const node of kept) {
+        this.tree.reveal(node);
+        this.tree.open(node);
+      }
+      if (this.place.contains(focused)) (isSeen(focused) ? focused : this.tree.nodes[0].button).focus({ preventScroll: true });
       this.changed();
-      this.writeAddress();
+      this.writeAddress(call);
     }
 
     deepen(by) {
@@ -360,7 +394,9 @@
 
     changed() {
       const { rows, lines } = this.tree.seen(), minutes = Math.max(1, Math.round((rows + lines) / this.data.rate));
-      this.time.textContent = this.say("unrolled.time", { rows, lines, minutes });
+      this.tree.nameHelpers(this.tree.nodes[0]);
+      for (const node of this.tree.nodes) if (node.isLink) this.tree.nameHelpers(node);
+      this.time.textContent = this.say("unrolled.time", { rows: numbered(rows), lines: numbered(lines), minutes });
     }
 
     // -- Keys --
@@ -372,12 +408,14 @@
         event.preventDefault();
         return;
       }
-      const node = event.target.node;
-      if (!node) return;
-      const buttons = this.tree.buttons(), at = buttons.indexOf(event.target);
+      const item = event.target.closest(".u-call"), node = item && this.tree.nodes[Number(item.id.split("-").at(-1))];
+      if (!node || event.target.matches(".u-fold")) return;
+      const buttons = this.tree.buttons(), at = buttons.indexOf(node.button);
       const act = {
         ArrowDown: () => buttons[at + 1]?.focus(),
         ArrowUp: () => buttons[at - 1]?.focus(),
+        Home: () => buttons[0].focus(),
+        End: () => buttons.at(-1).focus(),
         ArrowRight: () => (node.isOpen ? buttons[at + 1]?.focus() : this.tree.toggle(node)),
         ArrowLeft: () => (node.isOpen ? this.tree.toggle(node) : this.callerRow(node)?.focus()),
       }[event.key];
@@ -389,7 +427,7 @@
     callerRow(node) {
       for (let at = node.caller; at >= 0; at = this.tree.nodes[at].caller) {
         const { button } = this.tree.nodes[at];
-        if (button.checkVisibility?.() ?? button.offsetParent !== null) return button;
+        if (isSeen(button)) return button;
       }
       return null;
     }
@@ -420,7 +458,12 @@
       if (!node.isWanted) this.limit(null);
       tree.reveal(node);
       if (isCall) tree.open(node);
-      const target = isCall ? node.item : [...node.told.children].find((item) => item.id === tree.id("message", number));
+      // With its caller open, one sees the line that calls.
+      if (node.caller >= 0) {
+        tree.reveal(tree.nodes[node.caller]);
+        tree.open(tree.nodes[node.caller]);
+      }
+      const target = isCall ? node.item : document.getElementById(tree.id("message", number));
       for (const old of this.place.querySelectorAll(".u-here")) old.classList.remove("u-here");
       target.classList.add("u-here");
       (isCall ? node.head : target).scrollIntoView({ block: "center" });
@@ -432,6 +475,7 @@
       const words = new URLSearchParams({ rank: this.tree.rank.rank });
       if (this.depth) words.set("depth", this.depth === Infinity ? "all" : this.depth);
       if (this.mb !== null) words.set("microbatch", this.mb);
+      this.call = call;
       if (call !== null) words.set("call", call);
       history.replaceState(history.state, "", `#${words}`);
     }
