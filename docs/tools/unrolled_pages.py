@@ -42,6 +42,7 @@ FUNCTIONS = UNROLLED / "functions.json"
 FIRST = ("1f1b-paced", "tp2-pp2", "interleaved-paced", "zero1", "experts", "one-rank")
 """The runs that the table begins with."""
 QUOTED = re.compile(r"\{\{ code (minimegatron[\w.]+)")
+OF_MICROBATCH = re.compile(r"of microbatch (\d+)")
 CHANGED, GONE = "changed", "gone"
 ROOMS_PAGES = {"backend.": ("Messages in shared memory", "backend.html")}
 """Parts of the package that have a page outside the tour."""
@@ -288,8 +289,16 @@ def replay_ids(recording: dict[str, Any]) -> dict[int, dict[int, dict[int, str]]
                 if "u" in event:
                     at = quote(f"{stage}:{shown}", safe=":.")
                     of_call = calls.setdefault(event["u"], {})
-                    of_call.setdefault(event.get("m", -1), f"{of_pipeline}&replay.at={at}")
+                    for microbatch in _microbatches_of(event, recording):
+                        of_call.setdefault(microbatch, f"{of_pipeline}&replay.at={at}")
     return found
+
+
+def _microbatches_of(event: dict, recording: dict) -> list[int]:
+    """What it works on; of a call that carries messages, theirs."""
+    words = " ".join(recording["words"][number] for number in event.get("x", ()))
+    carried = [int(number) for number in OF_MICROBATCH.findall(words)]
+    return [event["m"]] if "m" in event else carried or [-1]
 
 
 def _event_name(event: dict, step: dict, recording: dict, letters: dict) -> tuple[str, bool]:

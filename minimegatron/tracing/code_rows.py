@@ -48,6 +48,8 @@ class CodeRows(NamedTuple):
     """Line -> the last one of its statement, where that is another: there stands what it calls."""
     exits: dict[int, int]
     """Line of a `with` -> the last one of its block: there stands what its end calls."""
+    loops: dict[int, int]
+    """Line within a loop -> the line at which the innermost one begins."""
 
     def shown(self) -> list[int]:
         """Numbers of the lines that are in no fold."""
@@ -90,7 +92,9 @@ def rows_of(text: str, ran: dict[int, int], num_calls: int) -> CodeRows:
             folds.append(Fold(numbers[0], numbers[-1], words))
     ends = {n: s.lines[-1] for s in statements for n in s.lines if n != s.lines[-1]}
     exits = {n: s.inside[-1] for s in statements if s.is_with for n in s.lines}
-    return CodeRows(len(lines), tuple(folds), counts, ends, exits)
+    # What is nested comes later, and counts.
+    loops = {n: s.lines[0] for s in statements if s.is_loop for n in s.inside}
+    return CodeRows(len(lines), tuple(folds), counts, ends, exits, loops)
 
 
 class _Statement(NamedTuple):
@@ -103,6 +107,7 @@ class _Statement(NamedTuple):
     """Where it does not depend on what ran."""
     words: str = ""
     is_with: bool = False
+    is_loop: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -154,7 +159,8 @@ def _of_node(node: ast.AST) -> Iterator[_Statement]:
         yield _Statement(inside, state=NOT_RUN, words=words)
         return
     is_with = isinstance(node, ast.With | ast.AsyncWith)
-    yield _Statement(own, inside, words=_words_of(node), is_with=is_with)
+    is_loop = isinstance(node, ast.For | ast.AsyncFor | ast.While)
+    yield _Statement(own, inside, words=_words_of(node), is_with=is_with, is_loop=is_loop)
     for before, block in zip([None, *blocks], blocks, strict=False):
         keyword = _end(before[-1]) + 1 if before else 0
         begins = _first(block[0])

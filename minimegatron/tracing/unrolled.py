@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from minimegatron.planner.actions import SEND, Event, Message
+from minimegatron.planner.actions import COMMUNICATE, SEND, Event, Message
 from minimegatron.tracing.code_rows import CodeRows, rows_of
 from minimegatron.tracing.rank_trace import RankTrace, Source
 from minimegatron.tracing.run import Run
@@ -79,7 +79,7 @@ class CallNode:
     children: list["CallNode"] = field(default_factory=list)
     rows: list[MessageRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What a collective moved, in words; each once."""
+    """What its calls moved, in words; each once."""
 
     def links(self) -> Iterator["CallNode"]:
         """The nearest links of the chain within it: whom it calls, told without helpers."""
@@ -107,6 +107,16 @@ class CallNode:
             found.insert(0, node)
             node = node.parent
         return found
+
+
+class Loop(NamedTuple):
+    """A loop of a function."""
+
+    caller: CallNode
+    line: int
+    """Where it begins, in the function's text."""
+    words: str
+    """That line."""
 
 
 class Unrolled:
@@ -152,6 +162,19 @@ class Unrolled:
         if self.source(node).name.endswith(("__exit__", "__aexit__")) and node.line in rows.exits:
             return rows.exits[node.line]
         return rows.ends.get(node.line, node.line)
+
+    def loops(self, node: CallNode) -> list[Loop]:
+        """The loops of its caller that it is called in, the outermost first."""
+        if node.parent is None:
+            return []
+        around, lines = self.rows(node.parent).loops, self.source(node.parent).text.split("\n")
+        found: list[Loop] = []
+        line = around.get(node.line)
+        while line is not None:
+            words = lines[line - 1].partition("  #")[0].strip()
+            found.insert(0, Loop(node.parent, line, words))
+            line = around.get(line)
+        return found
 
     def rows(self, node: CallNode) -> CodeRows:
         """The function's text: what is shown of it, since a call of this node ran it; and folds."""
@@ -229,17 +252,21 @@ class Unrolled:
                 if parent is not None:
                     parent.children.append(node)
             of_call.append(node)
+            # A collective of one rank is not recorded, and may be the first of its calls.
+            node.is_link = node.is_link or self._is_link(call)
             node.num_calls += 1
             for unit in units[-1]:
                 node.units[unit] = node.units.get(unit, 0) + 1
             for number in self.lines.functions[call.function].paths[call.path]:
                 node.ran[number] = node.ran.get(number, 0) + 1
             if event is not None:
-                self._add_event(node, call.event, event)
+                node.events.append(call.event)
+                self._of_event[call.event] = node
         # A caller stands before what it calls, and that in the order of lines that a reader sees.
         self.nodes = list(of_call[0].below())
         for number, node in enumerate(self.nodes):
             node.number = number
+            self._add_notes(node)
 
     def _handing_on(self) -> set[int]:
         """Decorators' functions that make one call each time: they only hand a call on."""
@@ -259,12 +286,15 @@ class Unrolled:
         name = self.recording.sources[self.lines.functions[call.function].source].name
         return name.removeprefix("minimegatron.") in LINKS
 
-    def _add_event(self, node: CallNode, index: int, event: Event) -> None:
-        node.events.append(index)
-        self._of_event[index] = node
-        words = moved_words(event)
-        if words and "payload" not in event.attributes and words not in node.notes:
-            node.notes.append(words)
+    def _add_notes(self, node: CallNode) -> None:
+        """What its calls moved, where that is no message between stages."""
+        events = [self.recording.events[index] for index in node.events]
+        words = [moved_words(event) for event in events if "payload" not in event.attributes]
+        node.notes = list(dict.fromkeys(filter(None, words)))
+        if node.notes and len(events) < node.num_calls:
+            node.notes.append(f"{node.num_calls - len(events)} over 1 rank")
+        if events and not any(e.action.kind != COMMUNICATE or e.action.messages for e in events):
+            node.notes = ["nothing to move here"]
 
 
 def _units_of(event: Event | None, around: tuple[Unit, ...]) -> tuple[Unit, ...]:

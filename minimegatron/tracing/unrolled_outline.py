@@ -25,6 +25,7 @@ class _Outline:
     def __init__(self, data: dict[str, Any], rank: dict[str, Any], links_of: LinkOf | None):
         self.data, self.rank, self.links_of = data, rank, links_of
         self.has_links: set[int] = set()
+        self.told: set[int] = set()
         self.messages: dict[int, list[tuple[int, list]]] = {}
         for number, message in enumerate(rank["messages"]):
             self.messages.setdefault(message[0], []).append((number, message))
@@ -41,7 +42,11 @@ class _Outline:
         )
 
     def _item(self, number: int, helpers: list[int]) -> str:
-        below = self._below(number, [])
+        function = self.data["views"][self.rank["nodes"][number][0]][0]
+        # Once is enough, where no message would be lost.
+        is_told = function in self.told and not self._has_messages(number)
+        self.told.add(function)
+        below = "" if is_told else self._below(number, [])
         inner = f"<ol>{below}</ol>" if below else ""
         carried = "".join(
             f"<li>{'; '.join(self._message(*one) for one in messages)}</li>"
@@ -53,12 +58,30 @@ class _Outline:
 
     def _below(self, number: int, helpers: list[int]) -> str:
         """The nearest links of the chain within a call, in order; `helpers` stand between."""
-        return "".join(
-            self._item(child, helpers)
-            if self.rank["nodes"][child][6]
-            else self._below(child, [*helpers, child])
-            for child in self.children.get(number, ())
+        parts: list[str] = []
+        loops: list[int] = []
+        for child in self.children.get(number, ()):
+            node = self.rank["nodes"][child]
+            part = self._item(child, helpers) if node[6] else self._below(child, [*helpers, child])
+            if part:
+                before, loops = loops, self.data["words"][node[8]]
+                new = [line for line in loops if line not in before]
+                parts += [f"<li><code>{escape(self._line(number, n))}</code></li>" for n in new]
+            parts.append(part)
+        return "".join(parts)
+
+    def _has_messages(self, number: int) -> bool:
+        return number in self.messages or any(
+            map(self._has_messages, self.children.get(number, ()))
         )
+
+    def _line(self, number: int, line: int) -> str:
+        """A line of a call's function, without the comment behind it."""
+        *_, first, last, text = self.data["functions"][
+            self.data["views"][self.rank["nodes"][number][0]][0]
+        ]
+        own = line - (last - first + 1) if first and line > last else line
+        return text.split("\n")[own - 1].partition("  #")[0].strip()
 
     def _head(self, node: list, helpers: list[int], is_carrying: bool) -> str:
         number = self.data["views"][node[0]][0]
@@ -91,7 +114,7 @@ class _Outline:
         return "; ".join(words)
 
     def _message(self, number: int, message: list) -> str:
-        _, is_sent, payload, microbatch, chunk, peer, peer_number, num_bytes, _ = message
+        _, is_sent, payload, microbatch, chunk, peer, peer_number, *_ = message
         where = f"rank {peer}"
         if peer_number >= 0:
             where = f'<a href="#rank-{peer}-message-{peer_number}">{where}</a>'
@@ -99,4 +122,4 @@ class _Outline:
         of_chunk = f", chunk {chunk}," if self.data["chunks"] else ""
         words = f"{arrow} {self.data['words'][payload]} of microbatch {microbatch}{of_chunk} {to} "
         place = f"rank-{self.rank['rank']}-message-{number}"
-        return f'<span id="{place}">{escape(words)}{where}, {self.data["words"][num_bytes]}</span>'
+        return f'<span id="{place}">{escape(words)}{where}</span>'

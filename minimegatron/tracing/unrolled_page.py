@@ -9,8 +9,8 @@ The keys of the data are short, since there are hundreds of calls per rank:
 * `views`: [function, [[first, last, words] of each fold], [[line, calls that ran it]]]
 * `ranks`: of each `rank`, `place`, `calls`, `functions`, `lines` (how many), and
   `nodes`: [view, caller, line of the caller below which it stands, calls, units, notes, whether a link,
-  1 where its lines are shown, -1 if those of another function within it are]; `units` and `notes` are
-  indices into `words`;
+  1 where its lines are shown, -1 if those of another function within it are, loops of the caller that
+  it is called in]; `units`, `notes` and loops (the lines that begin them) are indices into `words`;
   `messages`: [node, 1 if it is sent, what it carries, microbatch, chunk, other rank, number of the
   message there or -1, size, number of the call that carried it]
 * `words`: texts and lists of texts that occur often; `chunks`: whether a stage has several
@@ -138,6 +138,7 @@ def _rank_data(unrolled: Unrolled, functions: _Table, views: _Table, words: _Tab
                 words.number(node.notes),
                 int(node.is_link),
                 int(node in unrolled.first) or -int(node in unrolled.new),
+                words.number([loop.line for loop in unrolled.loops(node)]),
             ]
             for node in unrolled.nodes
         ],

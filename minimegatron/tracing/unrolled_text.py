@@ -8,7 +8,7 @@ from itertools import groupby
 
 from minimegatron.planner.actions import SEND
 from minimegatron.tracing.trace_words import size
-from minimegatron.tracing.unrolled import CallNode, MessageRow, Unit, Unrolled
+from minimegatron.tracing.unrolled import CallNode, Loop, MessageRow, Unit, Unrolled
 
 
 def unrolled_text(
@@ -77,14 +77,28 @@ class _Text:
         """What stands below a call's own line: its messages, then its code or whom it calls."""
         yield from self._messages(node, indent)
         if self.depth is not None and level >= self.depth:
-            for link in filter(self._is_shown, node.links()):
-                yield f"{indent}{self._head(link, True)}"
-                yield from self._body(link, f"{indent}  ", level + 1)
+            yield from self._links(node, indent, level)
         elif node in self.unrolled.first:
             yield from self._code(node, indent, level)
         else:
             yield f"{indent}= its lines stand at an earlier call, above"
             yield from self._again(node, indent, level)
+
+    def _links(self, node: CallNode, indent: str, level: int) -> Iterator[str]:
+        """The links of the chain within a call, and above those of a loop how it begins."""
+        loops: list[Loop] = []
+        for link in filter(self._is_shown, node.links()):
+            before, loops = loops, self._loops(link)
+            for depth, loop in enumerate(loops):
+                if loops[: depth + 1] != before[: depth + 1]:
+                    yield f"{indent}{'| ' * (depth + 1)}{loop.words}"
+            more = indent + "| " * len(loops)
+            yield f"{more}{self._head(link, True)}"
+            yield from self._body(link, f"{more}  ", level + 1)
+
+    def _loops(self, link: CallNode) -> list[Loop]:
+        """The loops around a link, up to the link that calls it, the outermost first."""
+        return [loop for node in (*link.helpers(), link) for loop in self.unrolled.loops(node)]
 
     def _again(self, node: CallNode, indent: str, level: int) -> Iterator[str]:
         """Of a function whose lines were shown: the links in it, and first calls of others."""

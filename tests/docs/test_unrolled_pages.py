@@ -104,7 +104,7 @@ def test_messages_lead_to_each_other(name: str, pages) -> None:
     ranks = {rank["rank"]: rank for rank in pages.read_unrolled()[name]["ranks"]}
     for number, rank in ranks.items():
         for place, message in enumerate(rank["messages"]):
-            _, is_sent, payload, microbatch, _, peer, other, _ = message
+            _, is_sent, payload, microbatch, _, peer, other, _, _ = message
             assert other >= 0
             back = ranks[peer]["messages"][other]
             assert (back[5], back[6]) == (number, place)
@@ -175,8 +175,8 @@ def test_it_shows_each_line_that_ran_and_no_other(name: str, pages, site_page: P
         )
         new = [number for number, node in enumerate(rank["nodes"]) if node[7]]
         assert [number for number, _ in shown] == new, "every function, at its first call"
-        functions = {data["views"][rank["nodes"][number][0]][0] for number, _ in shown}
-        assert len(functions) == len(new) - sum(node[7] == -1 for node in rank["nodes"])
+        functions = {data["views"][node[0]][0] for node in rank["nodes"]}
+        assert {data["views"][rank["nodes"][number][0]][0] for number, _ in shown} == functions
         for number, lines in shown:
             assert [line for line in lines if line.strip()] == expected_lines(
                 data, rank["nodes"][number]
@@ -240,11 +240,11 @@ def test_the_keyboard_alone_opens_and_closes(site_page: Page) -> None:
     assert visible(site_page, ".u-code") == []
     site_page.keyboard.press("+")
     site_page.keyboard.press("+")
-    expect(site_page.get_by_label("Code", exact=True)).to_have_value("2")
+    expect(site_page.get_by_label("Show", exact=True)).to_have_value("2")
     assert "depth=2" in site_page.evaluate("location.hash")
     site_page.keyboard.press("Enter")
     site_page.keyboard.press("-")
-    expect(site_page.get_by_label("Code", exact=True)).to_have_value("1")
+    expect(site_page.get_by_label("Show", exact=True)).to_have_value("1")
 
 
 def test_addresses_lead_to_calls_and_messages(site_page: Page) -> None:
@@ -252,8 +252,9 @@ def test_addresses_lead_to_calls_and_messages(site_page: Page) -> None:
     site_page.wait_for_selector(".mm-unrolled[data-ready]")
     sent = site_page.locator("li", has_text=re.compile("^→ gradient of microbatch 3 to rank 0"))
     expect(sent).to_be_visible()
-    assert not [row for row in visible(site_page, ".u-messages li") if "microbatch 2" in row]
-    sent.get_by_role("link").click()
+    rows = visible(site_page, ".u-messages li")
+    assert rows and all("microbatch 3" in row for row in rows)
+    sent.get_by_role("link").first.click()
     expect(site_page.get_by_label("Rank", exact=True)).to_have_value("0")
     arrived = site_page.locator(".u-messages .u-here")
     expect(arrived).to_be_in_viewport()

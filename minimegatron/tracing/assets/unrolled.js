@@ -47,8 +47,8 @@
   class RankTree {
     constructor(page, rank) {
       Object.assign(this, { page, rank, data: page.data, say: page.say });
-      this.nodes = rank.nodes.map(([view, caller, line, calls, units, notes, isLink, isNew], number) =>
-        ({ number, view: this.data.views[view], caller, line, calls, units: this.data.words[units], notes: this.data.words[notes], isLink: Boolean(isLink), isFirst: isNew === 1, isNew: Boolean(isNew), children: [], messages: [], parts: [], isOpen: false }));
+      this.nodes = rank.nodes.map(([view, caller, line, calls, units, notes, isLink, isNew, loops], number) =>
+        ({ number, view: this.data.views[view], caller, line, calls, units: this.data.words[units], notes: this.data.words[notes], isLink: Boolean(isLink), isFirst: isNew === 1, isNew: Boolean(isNew), loops: this.data.words[loops], children: [], messages: [], parts: [], isOpen: false }));
       rank.messages.forEach((message, number) => this.nodes[message[0]].messages.push({ number, message }));
       this.firsts = new Map();
       for (const node of this.nodes) {
@@ -229,10 +229,31 @@
       // Open, the calls stand between the lines; else in the order in which they were first made.
       if (node.isOpen) node.body.replaceChildren(...node.parts.map((part) => (Array.isArray(part) ? calls(part) : part)));
       else {
-        const list = node.children.length ? calls(node.children) : "";
+        const list = node.children.length ? make("ol", { class: "u-calls" }, ...this.withLoops(node)) : "";
         if (list && !node.hasLinks) list.setAttribute("hidden", "until-found");
         node.body.replaceChildren(...codes, list);
       }
+    }
+
+    // The calls in the order in which they were first made, and above those of a loop how it begins.
+    *withLoops(node) {
+      let loops = [];
+      for (const child of node.children) {
+        if (child.isLink || child.hasLinks) {
+          const before = loops;
+          ({ loops } = child);
+          for (const [depth, line] of loops.entries()) if (!before.includes(line)) yield make("li", { class: "u-loop", style: `--depth: ${depth}` }, make("code", {}, this.lineOf(node, line)));
+        }
+        child.item.style.setProperty("--depth", loops.length);
+        child.item.classList.toggle("u-looped", loops.length > 0);
+        yield child.item;
+      }
+    }
+
+    // A line of a function's text, without the comment behind it.
+    lineOf(node, line) {
+      const [, , , , from, to, text] = this.data.functions[node.view[0]];
+      return text.split("\n")[(from && line > to ? line - (to - from + 1) : line) - 1].split("  #")[0].trim();
     }
 
     // Says of the links within it which helpers between them and the next link have no row.
@@ -335,9 +356,11 @@
       this.figures = make("p", { class: "u-figures" });
       this.time = make("p", { class: "u-time", role: "status" });
       this.place = make("div", { class: "u-place-of-tree" });
-      this.place.onkeydown = (event) => this.key(event);
+      addEventListener("keydown", (event) => {
+        if (this.root.contains(event.target) || event.target === document.body) this.key(event);
+      });
       this.root.replaceChildren(
-        make("div", { class: "u-controls", role: "group", "aria-label": say("unrolled.controls") }, field("unrolled.rank", this.ranks), field("unrolled.depth", this.depths), button("unrolled.deeper", 1), button("unrolled.shallower", -1), field("unrolled.microbatch", this.microbatches)),
+        make("div", { class: "u-controls", role: "group", "aria-label": say("unrolled.controls") }, field("unrolled.rank", this.ranks), field("unrolled.microbatch", this.microbatches), field("unrolled.depth", this.depths), button("unrolled.deeper", 1), button("unrolled.shallower", -1)),
         this.figures, this.time, make("p", { class: "u-keys" }, say("unrolled.keys")), this.place);
       this.root.dataset.ready = "";
     }
@@ -402,7 +425,7 @@
     // -- Keys --
 
     key(event) {
-      if (event.altKey || event.ctrlKey || event.metaKey) return;
+      if (event.altKey || event.ctrlKey || event.metaKey || event.target.matches("select")) return;
       if (event.key === "+" || event.key === "-") {
         this.deepen(event.key === "+" ? 1 : -1);
         event.preventDefault();
