@@ -8,7 +8,7 @@ REQUIRED = {
     *(f"A{i}" for i in range(1, 13)),
     *("B4", "B5", "B6", "B7", "B8"),
     *(f"I{i}" for i in (1, 2, 3, 4, 5, 6, 7)),
-    *(f"{letter}{i}" for letter, last in zip("BCDEFGH", (3, 5, 7, 5, 8, 3, 4), strict=True)
+    *(f"{letter}{i}" for letter, last in zip("BCDEFGH", (3, 5, 7, 6, 8, 3, 4), strict=True)
       for i in range(1, last + 1)),
 }  # fmt: skip
 

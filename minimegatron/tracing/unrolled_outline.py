@@ -24,7 +24,7 @@ class _Outline:
 
     def __init__(self, data: dict[str, Any], rank: dict[str, Any], links_of: LinkOf | None):
         self.data, self.rank, self.links_of = data, rank, links_of
-        self.has_links: set[int] = set()
+        self.placed: set[int] = set()
         self.told: set[int] = set()
         self.messages: dict[int, list[tuple[int, list]]] = {}
         for number, message in enumerate(rank["messages"]):
@@ -54,7 +54,8 @@ class _Outline:
         )
         told = f'<ul class="u-messages">{carried}</ul>' if carried else ""
         head = self._head(self.rank["nodes"][number], helpers, bool(carried))
-        return f'<li id="rank-{self.rank["rank"]}-call-{number}">{head}{told}{inner}</li>'
+        place = "" if is_told else f' id="rank-{self.rank["rank"]}-call-{number}"'
+        return f"<li{place}>{head}{told}{inner}</li>"
 
     def _below(self, number: int, helpers: list[int]) -> str:
         """The nearest links of the chain within a call, in order; `helpers` stand between."""
@@ -90,17 +91,15 @@ class _Outline:
         words = [] if is_carrying else [self._units(self.data["words"][node[4]])]
         words += [f"{node[3]} calls"] if node[3] > 1 else []
         told = " · ".join(filter(None, [*words, *self.data["words"][node[5]][:2]]))
-        return (
-            f"<code>{escape(self._name(node))}</code> {via}{escape(told)} "
-            f"<small>{self._place(number)}</small>"
-        )
+        place = "" if number in self.placed else f" <small>{self._place(number)}</small>"
+        self.placed.add(number)
+        return f"<code>{escape(self._name(node))}</code> {via}{escape(told)}{place}"
 
     def _name(self, node: list) -> str:
         return self.data["names"][self.data["views"][node[0]][0]]
 
     def _place(self, number: int) -> str:
-        if self.links_of is not None and number not in self.has_links:
-            self.has_links.add(number)
+        if self.links_of is not None:
             return self.links_of(number)
         path, line = self.data["functions"][number][1:3]
         return f"{escape(path.rpartition('/')[2])}:{line}"

@@ -107,6 +107,7 @@ def _rank_data(unrolled: Unrolled, functions: _Table, views: _Table, words: _Tab
         return views.number([number, folds, [list(count) for count in rows.counts.items()]])
 
     messages: dict[int, list] = {}
+    carriers = sorted({row.event for node in unrolled.nodes for row in node.rows})
     for node in unrolled.nodes:
         for row in node.rows:
             message = row.message
@@ -119,7 +120,7 @@ def _rank_data(unrolled: Unrolled, functions: _Table, views: _Table, words: _Tab
                 row.peer_rank,
                 -1 if row.peer_number is None else row.peer_number,
                 words.number(size(message.num_bytes)),
-                row.event,
+                carriers.index(row.event),
             ]
     recording = unrolled.recording
     return {
