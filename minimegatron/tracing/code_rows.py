@@ -151,7 +151,7 @@ def _of_node(node: ast.AST) -> Iterator[_Statement]:
             yield _Statement(_lines_of(node), words=_words_of(node))
         return
     first, last = _first(node), _first(blocks[0][0]) - 1
-    inside = tuple(range(last + 1, node.end_lineno + 1))
+    inside = tuple(range(last + 1, _end(node) + 1))
     own = tuple(range(first, max(first, last) + 1))
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         yield _Statement(own, words=f"def {node.name}")

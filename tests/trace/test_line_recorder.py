@@ -229,8 +229,8 @@ def test_it_comes_back_from_its_file(tmp_path):
     ("place", "value", "words"),
     [
         (("functions", 0, "source"), "no.py:1", "of which no text is kept"),
-        (("functions", 0, "paths", 0), [999, 1], "the text has"),
-        (("functions", 0, "paths", 0), [0], "the text has"),
+        (("functions", 0, "paths", 0), [10**7, 1], "lines from 1 to 1,000,000"),
+        (("functions", 0, "paths", 0), [0], "lines from 1"),
         (("calls", 1), [0, 0, 1], "has 3 numbers"),
         (("calls", 1, 4), 7, "'s path is 7; there are 1"),
         (("calls", 1, 0), 999, "'s function is 999"),

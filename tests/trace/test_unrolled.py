@@ -169,6 +169,18 @@ def test_what_is_folded():
     assert (18, 20, "third()") not in last and (15, 17, "second()") in last
 
 
+def test_a_match_has_cases():
+    cases = "        case 1:\n            a()\n        case _:\n            b()\n"
+    text = f"def f(x):\n    match x:\n{cases}"
+    assert folds_of({2, 3, 4}, text) == [(5, 6, "case _")]
+    assert folds_of({2, 3, 5, 6}, text) == [(4, 4, "a()")]
+
+
+def test_lines_beyond_the_text_are_left_out():
+    assert folds_of({2, 50}, "def f():\n    a()\n") == []
+    assert folds_of({1, 2}, "") == []
+
+
 def test_a_lambda_and_what_is_no_python_have_lines_too():
     assert folds_of({1}, "lambda n: -n)\n") == []
     assert folds_of({2}, "= (\n 1\n") == [(1, 1, "…")]
