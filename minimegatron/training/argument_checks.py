@@ -339,7 +339,7 @@ def check_tensorboard(args: argparse.Namespace) -> None:
     check_folder("--tensorboard-dir", args.tensorboard_dir)
 
 
-def check_trace_lines(args: argparse.Namespace) -> None:
+def _check_trace_lines(args: argparse.Namespace) -> None:
     """The step whose lines are wanted is recorded, and comes."""
     step, first, num_steps = args.trace_lines, args.trace_first_step, args.trace_num_steps
     if step is None:
@@ -372,7 +372,7 @@ def check_tracing(args: argparse.Namespace) -> None:
                 f"--trace-first-step {args.trace_first_step} is never reached in --train-iters "
                 f"{args.train_iters}, counted from 0; give {args.train_iters - 1} or less"
             )
-        check_trace_lines(args)
+        _check_trace_lines(args)
     for given, other in (("forward", "backward"), ("backward", "forward")):
         if (
             getattr(args, f"pace_{given}_ms") is not None

@@ -12,6 +12,7 @@ from minimegatron.tracing.unrolled_page import unrolled_data, unrolled_html
 from tests.ranks import run_ranks
 from tests.trace.recordings import record_lines
 from tests.trace.test_line_recorder import marked, recorded
+from tests.trace.test_outputs import minimegatron
 
 # -- One rank: rows, nodes, text --
 
@@ -202,7 +203,9 @@ def test_a_statement_that_some_calls_ran():
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lines")
-    return run_ranks(record_lines, 2, str(folder), timeout=120)[0]
+    run = run_ranks(record_lines, 2, str(folder), timeout=120)[0]
+    run.folder = folder
+    return run
 
 
 @pytest.mark.processes
@@ -225,6 +228,26 @@ def test_each_message_knows_its_other_end(pipeline):
 @pytest.mark.processes
 def test_the_report_says_that_times_are_longer(pipeline):
     assert "line by line" in pipeline.report(1) and "line by line" not in pipeline.report(0)
+
+
+@pytest.mark.processes
+def test_the_command_prints_or_writes_it(pipeline, capsys, tmp_path):
+    folder = pipeline.folder
+    code, out, _ = minimegatron(
+        capsys, "unroll", folder, "--rank", 1, "--microbatch", 2, "--depth", 0
+    )
+    assert code == 0 and out.strip() == pipeline.unrolled(1, 2, 0).strip()
+    page = tmp_path / "step.html"
+    assert minimegatron(capsys, "unroll", folder, "--html", page, "--rank", 1)[0] == 0
+    assert page.read_text() == unrolled_html(pipeline, 1)
+    for arguments, words in (
+        (("--rank", 7), "no recorded lines of rank 7; there are: 0, 1"),
+        (("--depth", -1), "--depth -1 is below 0"),
+        (("--html", page, "--depth", 2), "--depth is chosen on the page"),
+        (("--microbatch", 9), "microbatch 9; there are 0-3"),
+    ):
+        code, _, err = minimegatron(capsys, "unroll", folder, *arguments)
+        assert code == 2 and words in err and len(err.strip().splitlines()) == 1
 
 
 @pytest.mark.processes

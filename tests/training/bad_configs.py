@@ -498,6 +498,12 @@ BAD_CONFIGS = [
     BadConfig("--trace /proc/no-such-place", ("--trace", "/proc/no-such-place", "writable")),
     BadConfig("--trace-num-steps 2", ("--trace-num-steps 2", "--trace")),
     BadConfig("--trace-first-step 2", ("--trace-first-step 2", "--trace")),
+    BadConfig("--trace-lines 2", ("--trace-lines 2", "--trace")),
+    BadConfig("--trace {folder} --trace-lines 10", ("--trace-lines 10", "give 0 to 9")),
+    BadConfig(
+        "--trace {folder} --trace-first-step 2 --trace-num-steps 3 --trace-lines 5",
+        ("--trace-lines 5", "--trace-num-steps 3", "give 2 to 4"),
+    ),
     BadConfig(
         "--trace {folder} --trace-first-step 10", ("--trace-first-step 10", "--train-iters 10")
     ),

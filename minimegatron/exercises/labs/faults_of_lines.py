@@ -49,15 +49,15 @@ FAULTS_OF_LINES = (
     Fault(
         "microbatch-of-the-outer-call",
         _TREE,
-        "    return (event.action.microbatch, event.action.chunk)\n",
+        "    return ((event.action.microbatch, event.action.chunk),)\n",
         "    return around\n",
         "No call is of a microbatch, since the outermost is of none.",
     ),
     Fault(
         "first-call-out-of-sight",
         _TREE,
-        "        for first in self.first.values():\n            node: CallNode | None = first\n",
-        "        for first in self.first.values():\n"
+        "        for first in self.first:\n            node: CallNode | None = first\n",
+        "        for first in self.first:\n"
         "            node: CallNode | None = first if first.parent is None else None\n",
         "A function that is called first within a call whose lines were shown before is never shown.",
     ),
