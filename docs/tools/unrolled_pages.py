@@ -259,12 +259,13 @@ def _chapters() -> dict[str, str]:
     A page beside the path is about a part of what it quotes: of a GPT's forward, the further tokens.
     """
     found = {call.symbol: call.page for call in read_chain().values()}
-    for page in [page for page in read_tour() if not page.aside]:
+    of_path = [page for page in read_tour() if not page.aside]
+    for page in of_path:
         text = (ROOT / "docs" / "tour" / f"{page.page}.md").read_text()
         for name in QUOTED.findall(text):
             found.setdefault(name, page.page)
     for call in read_chain().values():
-        if call.inside:
+        if call.inside and call.page in [page.page for page in of_path]:
             found.setdefault(call.inside, call.page)
     return found
 
