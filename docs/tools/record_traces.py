@@ -233,7 +233,7 @@ class _Table:
         return list(self.numbers)
 
 
-class _Compact:
+class _Compactor:
     def __init__(self, data: dict[str, Any]):
         self.data = data
         self.functions, self.sources, self.frames, self.words = (_Table() for _ in range(4))
@@ -298,7 +298,7 @@ def recording(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for of_pipeline in page["steps"]:
         for rank in of_pipeline["ranks"]:
             add_nodes(run, rank, step)
-    return about | _Compact(page).run(), about | unrolled_data(run)
+    return about | _Compactor(page).run(), about | unrolled_data(run)
 
 
 def add_nodes(run: Trace, rank: dict[str, Any], step: int) -> None:
@@ -332,12 +332,16 @@ def _by_place(events: list[Event], indices: list[int]) -> Iterator[tuple[tuple, 
 
 def write(path: Path, data: dict[str, Any]) -> str:
     """Writes it, if it is not too large. Returns what it wrote, in words."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n"
+    text = f"{_compact(data)}\n"
     if len(text) > MAX_BYTES:
         raise ValueError(f"{path} would have {len(text)} bytes, above {MAX_BYTES}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return f"{path.relative_to(ROOT)}, {len(text) // 1000} KB"
+
+
+def _compact(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
 
 
 def write_unrolled(name: str, data: dict[str, Any]) -> str:
@@ -352,9 +356,8 @@ def write_unrolled(name: str, data: dict[str, Any]) -> str:
         if path != FUNCTIONS
         for key in json.loads(path.read_text())["functions"]
     }
-    FUNCTIONS.write_text(
-        json.dumps({key: known[key] for key in sorted(used)}, indent=0, ensure_ascii=False) + "\n"
-    )
+    lines = (f"{json.dumps(key)}: {_compact(known[key])}" for key in sorted(used))
+    FUNCTIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return words
 
 

@@ -3,6 +3,9 @@
 Torch-free. Megatron has no counterpart.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+
 from minimegatron.core.orders.work import RING_HOP
 from minimegatron.planner.actions import (
     COMMUNICATE,
@@ -100,6 +103,47 @@ def function_name(event: Event) -> str:
     if len(parts) > 1 and parts[-2][:1].isupper():
         return ".".join(parts[-2:])
     return parts[-1]
+
+
+def names_of(dotted: Sequence[str]) -> list[str]:
+    """The names by which a reader knows functions; with their file where two have the same.
+
+    >>> names_of(["a.steps.forward_step", "a.pretrain_gpt.forward_step", "a.steps.Chunk.run"])
+    ['steps.forward_step', 'pretrain_gpt.forward_step', 'Chunk.run']
+    """
+    names = [short_name(name) for name in dotted]
+    counts = Counter(names)
+    return [
+        f"{module_of(whole)}.{name}" if counts[name] > 1 else name
+        for whole, name in zip(dotted, names, strict=True)
+    ]
+
+
+def short_name(name: str) -> str:
+    """A function's name without its module; of one that is defined inside another, both.
+
+    >>> short_name("minimegatron.core.pipeline_parallel.steps.ModelChunk.forward_step")
+    'ModelChunk.forward_step'
+    >>> short_name("package.module.outer.<locals>.inner")
+    'inner, defined in outer'
+    """
+    outer, _, inner = name.rpartition(".<locals>.")
+    if outer:
+        return f"{inner}, defined in {short_name(outer)}"
+    parts = inner.split(".")
+    is_method = len(parts) > 1 and parts[-2].lstrip("_")[:1].isupper()
+    return ".".join(parts[-2:]) if is_method else parts[-1]
+
+
+def module_of(name: str) -> str:
+    """The last part of the module that a function is in.
+
+    >>> module_of("minimegatron.core.pipeline_parallel.steps.ModelChunk.forward_step")
+    'steps'
+    """
+    parts = name.partition(".<locals>")[0].split(".")
+    is_method = len(parts) > 2 and parts[-2].lstrip("_")[:1].isupper()
+    return parts[-3 if is_method else -2] if len(parts) > 1 else ""
 
 
 def wait_words(event: Event) -> str:

@@ -29,8 +29,8 @@ from minimegatron.planner.actions import SEND
 from minimegatron.tracing.code_rows import DOCSTRING
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
-from minimegatron.tracing.trace_words import size
-from minimegatron.tracing.unrolled import CallNode, Unrolled, names_of, unroll
+from minimegatron.tracing.trace_words import names_of, size
+from minimegatron.tracing.unrolled import CallNode, Unrolled, unroll
 from minimegatron.tracing.unrolled_outline import outline_html
 from minimegatron.tracing.unrolled_text import number_words
 

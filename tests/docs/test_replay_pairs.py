@@ -44,7 +44,7 @@ process.stdout.write(JSON.stringify({
 @pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")
 def test_a_pair_is_one_bar_of_two_parts(recorded):  # noqa: F811
     page = page_data(Trace([recorded]))
-    data = record_traces._Compact(page).run()
+    data = record_traces._Compactor(page).run()
     # As `emit_player.resolve` leaves them.
     data["functions"] = [[name, "", name] for name, _ in data["functions"]]
     asked = json.dumps({"data": data, "kinds": plan_words.kinds_data()})

@@ -6,7 +6,8 @@ import pytest
 
 from minimegatron.planner.actions import RECEIVE, SEND
 from minimegatron.tracing.code_rows import rows_of
-from minimegatron.tracing.unrolled import names_of, unroll
+from minimegatron.tracing.trace_words import names_of
+from minimegatron.tracing.unrolled import unroll
 from minimegatron.tracing.unrolled_outline import outline_html
 from minimegatron.tracing.unrolled_page import unrolled_data, unrolled_html
 from tests.ranks import run_ranks
