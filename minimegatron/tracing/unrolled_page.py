@@ -32,7 +32,7 @@ from minimegatron.tracing.run import Run
 from minimegatron.tracing.trace_words import names_of, size
 from minimegatron.tracing.unrolled import CallNode, Unrolled, unroll
 from minimegatron.tracing.unrolled_outline import outline_html
-from minimegatron.tracing.unrolled_text import number_words
+from minimegatron.tracing.unrolled_text import by_chunk, number_words
 
 ASSETS = Path(__file__).parent / "assets"
 LINES_PER_MINUTE = 10
@@ -155,11 +155,7 @@ def place_words(recording: RankTrace) -> str:
 
 def _units(node: CallNode) -> list[list]:
     """[chunk, its microbatches in words] for each chunk; empty for work on none."""
-    by_chunk: dict[int, list[int]] = {}
-    for microbatch, chunk in node.units:
-        if microbatch is not None:
-            by_chunk.setdefault(chunk or 0, []).append(microbatch)
-    return [[chunk, number_words(found)] for chunk, found in sorted(by_chunk.items())]
+    return [[chunk, number_words(found)] for chunk, found in by_chunk(node.units).items()]
 
 
 def function_data(unrolled: Unrolled, node: CallNode) -> list:

@@ -167,13 +167,19 @@ def unit_words(units: Iterable[Unit]) -> str:
     >>> unit_words([(0, 0), (1, 0), (2, 0), (7, 0)]), unit_words([(3, 0), (3, 1), (4, 1)])
     ('microbatches 0-2, 7', 'chunk 0: microbatch 3; chunk 1: microbatches 3-4')
     """
-    by_chunk: dict[int, list[int]] = {}
+    found = by_chunk(units)
+    if len(found) < 2:
+        return "".join(map(_microbatches, found.values()))
+    return "; ".join(f"chunk {chunk}: {_microbatches(own)}" for chunk, own in found.items())
+
+
+def by_chunk(units: Iterable[Unit]) -> dict[int, list[int]]:
+    """Chunk -> its microbatches, in the order of chunks; what is of no microbatch is left out."""
+    found: dict[int, list[int]] = {}
     for microbatch, chunk in units:
         if microbatch is not None:
-            by_chunk.setdefault(chunk or 0, []).append(microbatch)
-    if len(by_chunk) < 2:
-        return "".join(map(_microbatches, by_chunk.values()))
-    return "; ".join(f"chunk {c}: {_microbatches(found)}" for c, found in sorted(by_chunk.items()))
+            found.setdefault(chunk or 0, []).append(microbatch)
+    return dict(sorted(found.items()))
 
 
 def _microbatches(numbers: list[int]) -> str:

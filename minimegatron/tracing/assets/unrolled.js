@@ -265,11 +265,6 @@
       }
     }
 
-    // The nearest link at or above a call.
-    linkAbove(node) {
-      return node.isLink || node.caller < 0 ? node : this.linkAbove(this.nodes[node.caller]);
-    }
-
     // Opens what must be open so that the call has a row.
     reveal(node) {
       if (node.caller < 0) return;
@@ -417,8 +412,7 @@
 
     changed() {
       const { rows, lines } = this.tree.seen(), minutes = Math.max(1, Math.round((rows + lines) / this.data.rate));
-      this.tree.nameHelpers(this.tree.nodes[0]);
-      for (const node of this.tree.nodes) if (node.isLink) this.tree.nameHelpers(node);
+      for (const node of this.tree.nodes) if (node.isLink || node.caller < 0) this.tree.nameHelpers(node);
       this.time.textContent = this.say("unrolled.time", { rows: numbered(rows), lines: numbered(lines), minutes });
     }
 
