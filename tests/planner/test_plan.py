@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-from typing import NamedTuple
 
 import pytest
 
@@ -19,7 +18,7 @@ from minimegatron.planner.actions import (
     timeline_from_json,
     timeline_to_json,
 )
-from minimegatron.planner.plan import Plan, plan, without_garbage_collection
+from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.registry import (
     get_schedule,
     register_schedule,
@@ -340,39 +339,53 @@ def test_from_json_needs_the_config_of_a_plan():
 # -- Speed, and where it runs --
 
 
-class Four(NamedTuple):
-    a: int
-    b: str
-    c: tuple
-    d: None
+def plan_and_simulate(pp: int, num_microbatches: int, vpp: int) -> int:
+    """Forwards and backwards of the step that was planned and simulated."""
+    step = plan("interleaved", pp, num_microbatches, vpp)
+    assert simulate(step).makespan == (num_microbatches * vpp + pp - 1) * 3
+    return 2 * pp * num_microbatches * vpp
 
 
-def make_many() -> float:
-    """Processor time of making 300,000 small objects: a sixth of a second, on a quiet machine."""
+def lines_per_pass(*size: int) -> float:
+    """How many lines of Python are executed for one forward or backward."""
+    num_lines = 0
+
+    def count(frame, event, _):
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        num_passes = plan_and_simulate(*size)
+    finally:
+        sys.settrace(before)
+    return num_lines / num_passes
+
+
+def microseconds_per_pass(*size: int) -> float:
+    """Processor time of one forward or backward."""
     begin = time.process_time()
-    with without_garbage_collection():
-        made = [Four(i, str(i), (i, i + 1), None) for i in range(300_000)]
-        assert sum(one.a for one in made) == 300_000 * 299_999 // 2
-    return time.process_time() - begin
+    num_passes = plan_and_simulate(*size)
+    return (time.process_time() - begin) * 1e6 / num_passes
 
 
-def plan_and_simulate() -> float:
-    """Processor time of four million actions."""
-    begin = time.process_time()
-    step = plan("interleaved", pp=64, num_microbatches=512, vpp=8)
-    assert simulate(step).makespan == (512 * 8 + 63) * 3
-    return time.process_time() - begin
+def test_a_plan_takes_few_lines_per_pass_and_no_more_in_a_larger_one():
+    small, large = lines_per_pass(8, 32, 2), lines_per_pass(16, 128, 4)
+    figure(f"planned and simulated in {small:.0f} and {large:.0f} lines per pass (bound: 200)")
+    assert large < 200
+    assert large < small * 1.1
 
 
-def test_a_large_plan_is_quick():
-    """Five seconds on a quiet machine; here in units of what the machine gives at the moment."""
+def test_time_grows_as_the_plan_does():
+    """Also where it grows within one line. Seconds: `benchmarks/planner_speed.py`."""
     ratios = []
-    while len(ratios) < 3 and not any(ratio < 30 for ratio in ratios):
-        before = make_many()
-        seconds = plan_and_simulate()
-        ratios.append(seconds / ((before + make_many()) / 2))
-    figure(f"4 million actions planned and simulated in {min(ratios):.0f} units (bound: 30)")
-    assert min(ratios) < 30, ratios
+    while len(ratios) < 5 and not any(ratio < 3 for ratio in ratios):
+        small = microseconds_per_pass(16, 64, 4)
+        ratios.append(microseconds_per_pass(64, 512, 8) / small)
+    figure(f"a plan 64 times as large takes {min(ratios):.2f} times as long per pass (bound: 3)")
+    assert min(ratios) < 3, ratios
     assert gc.isenabled()
 
 
