@@ -104,7 +104,8 @@ class GlooWork(SharedMemoryWork):
             try:
                 future.value()
             except Exception as error:
-                self._error = f"{self._who() or self._who_is_late()}{_GLOO}has failed: {error}"
+                if self._error is None:  # whoever waited knows more: which rank has not come
+                    self._error = f"{self._who() or self._who_is_late()}{_GLOO}has failed: {error}"
             self.gloo_is_done = True
             GlooWork.last_call = time.monotonic()
             self._one_came()

@@ -232,7 +232,8 @@ class SharedMemoryWork(dist.Work):
                         self._conclude()
         except (WireError, RuntimeError) as error:
             if not self._may_be_repeated:
-                self._error, self._arrivals, self._finish = str(error), (), None
+                with reader.lock:  # gloo's thread may find an error at the same time
+                    self._error, self._arrivals, self._finish = str(error), (), None
             raise
 
     def _wait_for_all(self, deadline: float | None) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+import types
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ import torch
 from minimegatron.backend import waiting
 from minimegatron.backend.calls import CollectiveCall
 from minimegatron.backend.channels import Connection
+from minimegatron.backend.gloo_works import GlooWork
 from minimegatron.backend.handshake import Met
 from minimegatron.backend.incoming import WireError
 from minimegatron.backend.slots import Arena
@@ -331,3 +333,14 @@ def test_ranks_that_have_called_different_things_are_told_both():
     )
     there.send(value(2))
     assert here.expect(torch.empty(3)).wait(), "what comes after is in order"
+
+
+def test_what_gloo_says_later_hides_no_rank():
+    """Was: its own words, without a rank, in place of what the thread that waited had found."""
+    theirs = torch.futures.Future()
+    handle = types.SimpleNamespace(get_future=lambda: theirs)
+    work = GlooWork([torch.ones(1)], [], handle, None, lambda: None, lambda: 0.01, None)
+    with pytest.raises(WireError, match="still waits"):
+        work.wait()
+    theirs.set_exception(RuntimeError("Timed out waiting 1000ms for recv operation"))
+    assert "still waits" in str(work.exception())
