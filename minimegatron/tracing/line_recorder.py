@@ -213,9 +213,7 @@ def _tracer(call: _Call, stack: list[_Call]) -> Callable:
         if event == "line":
             call.at = number = frame.f_lineno
             lines.add(number)
-        elif (
-            event == "return" and stack
-        ):  # also of a generator that will go on, and of an exception
+        elif event == "return" and stack:  # so ends an exception too, and a generator's turn
             stack.pop()
         return trace
 

@@ -100,7 +100,7 @@ def event_title(event: Event, num_chunks: int = 1) -> str:
 def function_name(event: Event) -> str:
     """The last parts of the symbol: `GPTModel.forward`, `train_step`."""
     parts = (event.symbol or event.name or "").split(".")
-    if len(parts) > 1 and parts[-2][:1].isupper():
+    if len(parts) > 1 and parts[-2][:1].isupper():  # a private class would fill the bar
         return ".".join(parts[-2:])
     return parts[-1]
 
@@ -130,9 +130,7 @@ def short_name(name: str) -> str:
     outer, _, inner = name.rpartition(".<locals>.")
     if outer:
         return f"{inner}, defined in {short_name(outer)}"
-    parts = inner.split(".")
-    is_method = len(parts) > 1 and parts[-2].lstrip("_")[:1].isupper()
-    return ".".join(parts[-2:]) if is_method else parts[-1]
+    return ".".join(_own_parts(inner))
 
 
 def module_of(name: str) -> str:
@@ -141,9 +139,15 @@ def module_of(name: str) -> str:
     >>> module_of("minimegatron.core.pipeline_parallel.steps.ModelChunk.forward_step")
     'steps'
     """
-    parts = name.partition(".<locals>")[0].split(".")
-    is_method = len(parts) > 2 and parts[-2].lstrip("_")[:1].isupper()
-    return parts[-3 if is_method else -2] if len(parts) > 1 else ""
+    whole = name.partition(".<locals>")[0]
+    return ".".join(whole.split(".")[: -len(_own_parts(whole))]).rpartition(".")[2]
+
+
+def _own_parts(name: str) -> list[str]:
+    """A function's name; of a method, its class's before it."""
+    parts = name.split(".")
+    is_method = len(parts) > 1 and parts[-2].lstrip("_")[:1].isupper()
+    return parts[-2:] if is_method else parts[-1:]
 
 
 def wait_words(event: Event) -> str:
