@@ -1,12 +1,15 @@
 """For every test: one torch thread, the same random examples, the mark `processes` where it starts
-some; at the end, the figures they took.
+some, the mark `full` where left_to_full.toml names it; at the end, the figures they took.
 """
 
 import gc
 import os
+import re
 import signal
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -83,8 +86,22 @@ LONGEST = (
 """Files that take more than seven seconds each, the longest first. The others take as long together."""
 
 
+LEFT_TO_FULL = tomllib.loads((Path(__file__).parent / "left_to_full.toml").read_text())
+"""By file: which of its tests only `make test-full` runs, and what `make test` has instead."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """A star stands for anything, all else for itself."""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: at the end, no worker waits for one that began late."""
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        if file in LEFT_TO_FULL:
+            if any(matches(pattern, name) for pattern in LEFT_TO_FULL[file]["tests"]):
+                item.add_marker("full")
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
 

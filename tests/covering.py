@@ -9,6 +9,7 @@ every run and every process.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, NamedTuple
@@ -33,6 +34,10 @@ class Space:
 
     def __init__(self, axes: Mapping[str, Sequence[Any]], rules: Iterable[Rule] = ()):
         self.axes = {name: tuple(values) for name, values in axes.items()}
+        self._index = {
+            name: {value: index for index, value in enumerate(values)}
+            for name, values in self.axes.items()
+        }
         self.rules = tuple(rules)
         self._rules_of = {
             name: [rule for rule in self.rules if name in rule.axes] for name in self.axes
@@ -88,8 +93,19 @@ class Space:
 
     def pairs_of(self, row: Row) -> set[Pair]:
         """The pairs that a whole row covers."""
-        chosen = [(name, self.axes[name].index(row[name])) for name in self.axes]
+        chosen = [(name, indexes[row[name]]) for name, indexes in self._index.items()]
         return set(combinations(chosen, 2))
+
+    def pairs_with(self, row: Row, name: str) -> Iterator[Pair]:
+        """Those of a whole row in which one axis is."""
+        own = (name, self._index[name][row[name]])
+        before = True
+        for other, indexes in self._index.items():
+            if other == name:
+                before = False
+            else:
+                pair = (other, indexes[row[other]])
+                yield (pair, own) if before else (own, pair)
 
     def legal_pairs(self) -> list[Pair]:
         """Those that some legal row contains."""
@@ -101,37 +117,61 @@ class Space:
         return [pair for pair in self.pairs() if pair in known]
 
 
-def covering_array(space: Space, seed: int = 0) -> list[Row]:
-    """Legal rows which together contain every legal pair. Raises ValueError if no row is legal."""
+def covering_array(
+    space: Space, seed: int = 0, cost: Callable[[Row], float] = lambda row: 1.0
+) -> list[Row]:
+    """Legal rows which together contain every legal pair. Raises ValueError if no row is legal.
+
+    With `cost`, how long a row takes in any unit: of two rows, the one with more pairs for its cost.
+    """
     draw, rows = random.Random(seed), []
     missing = dict.fromkeys(space.legal_pairs())  # in a fixed order, which a set has not
     if space.complete({}) is None:
         raise ValueError("no row satisfies all rules")
     while missing:
         first = space.row_of(next(iter(missing)))
-        tried = [_climb(space, first, missing, draw) for _ in range(ATTEMPTS)]
-        best = max(tried, key=lambda row: _gain(space, row, missing))
+        tried = [_climb(space, first, missing, cost, draw) for _ in range(ATTEMPTS)]
+        best, _ = max(tried, key=lambda found: found[1])
         for pair in space.pairs_of(best):
             missing.pop(pair, None)
         rows.append(best)
+    return _with_something_of_its_own(space, rows, cost)
+
+
+def _with_something_of_its_own(
+    space: Space, rows: list[Row], cost: Callable[[Row], float]
+) -> list[Row]:
+    """Without the rows, the dearest first, whose pairs all stand in others."""
+    number = Counter(pair for row in rows for pair in space.pairs_of(row))
+    for row in sorted(rows, key=cost, reverse=True):
+        pairs = space.pairs_of(row)
+        if all(number[pair] > 1 for pair in pairs):
+            number.subtract(pairs)
+            rows = [other for other in rows if other is not row]
     return rows
 
 
-def _gain(space: Space, row: Row, missing: Mapping[Pair, None]) -> int:
-    return sum(pair in missing for pair in space.pairs_of(row))
-
-
-def _climb(space: Space, fixed: Row, missing: Mapping[Pair, None], draw: random.Random) -> Row:
-    """A legal row around `fixed`, each other axis changed for as long as that covers more."""
+def _climb(
+    space: Space,
+    fixed: Row,
+    missing: Mapping[Pair, None],
+    cost: Callable[[Row], float],
+    draw: random.Random,
+) -> tuple[Row, float]:
+    """A legal row around `fixed`, each other axis changed for as long as that covers more for the cost;
+    and how much that is.
+    """
     row = space.complete(fixed, draw)
-    gain = _gain(space, row, missing)
+    number = sum(pair in missing for pair in space.pairs_of(row))
+    worth = number / cost(row)
     names = [name for name in space.axes if name not in fixed]
     draw.shuffle(names)
     for name in names:
+        without = number - sum(pair in missing for pair in space.pairs_with(row, name))
         for value in space.axes[name]:
             other = row | {name: value}
             if value != row[name] and space.allows(other, name):
-                gained = _gain(space, other, missing)
-                if gained > gain:
-                    row, gain = other, gained
-    return row
+                covered = without + sum(pair in missing for pair in space.pairs_with(other, name))
+                if covered / cost(other) > worth:
+                    row, number, worth = other, covered, covered / cost(other)
+    return row, worth

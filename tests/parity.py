@@ -160,6 +160,15 @@ class Case:
         return Case(M=self.M * self.dp, num_layers=layers, **same)
 
     @property
+    def cost(self) -> float:
+        """For `covering_array`: the square root of about how much there is to compute on all ranks, so
+        that few rows are long, and not many more are needed.
+        """
+        num_steps = 2 + bool(self.evaluates or self.evaluates_in) + self.fails
+        num_chunks = self.M * (self.vp or 1) * (1.4 if self.recompute else 1.0)
+        return (self.world * (5 + num_chunks * num_steps)) ** 0.5
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 

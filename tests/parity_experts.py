@@ -85,7 +85,7 @@ WIDE = Space(
 @cache
 def pairwise_rows() -> list[Row]:
     """Rows of `SPACE` in which every two values that may meet do meet."""
-    return covering_array(SPACE)
+    return covering_array(SPACE, cost=lambda row: case_of(row).cost)
 
 
 def pairwise_cases() -> list[Case]:

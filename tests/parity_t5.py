@@ -168,7 +168,7 @@ SPACE = Space(
 @cache
 def pairwise_rows() -> list[Row]:
     """Rows of `SPACE` in which every two values that may meet do meet."""
-    return covering_array(SPACE)
+    return covering_array(SPACE, cost=lambda row: case_of(row).cost)
 
 
 def case_of(row: Row) -> Case:
