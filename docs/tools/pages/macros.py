@@ -183,8 +183,7 @@ class Macros:
         return f"```console\n$ {command}\n{printed.getvalue().rstrip()}\n```\n"
 
     def _evaluate(self, expression: str) -> object:
-        names = {**vars(layers), **vars(cases), **vars(problem_cases)}
-        return eval(expression, names)  # pages are part of the repository
+        return eval(expression, names_of_cases())  # pages are part of the repository
 
     def inline_value(self, expression: str) -> str:
         return str(self._evaluate(expression))
@@ -320,6 +319,11 @@ class Macros:
         if not items:
             return ""
         return f"## Do it yourself\n\n{about}\n\n" + "\n".join(items) + "\n"
+
+
+def names_of_cases() -> dict[str, object]:
+    """What an expression on a page may name."""
+    return {**vars(layers), **vars(cases), **vars(problem_cases)}
 
 
 def unique_ids(svg: str, prefix: str) -> str:

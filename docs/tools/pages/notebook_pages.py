@@ -61,12 +61,9 @@ def write_notebook_pages(out: Path, run: bool) -> None:
 
 def write_page(path: Path, executed: nbformat.NotebookNode | None, out: Path) -> None:
     """The page of one notebook, and its figures."""
-    notebook = executed or read(path)
-    text, figures = to_markdown(notebook, path.stem)
-    title, _, rest = text.lstrip().partition("\n")
-    beginning = f"{title}\n\n{_where_it_is(path)}\n" + ("" if executed else f"\n{NOT_RUN}")
+    text, figures = notebook_page(path, executed)
     page = out / f"{path.stem}.md"
-    page.write_text(f"{beginning}{rest}\n")
+    page.write_text(text)
     drawn = 0
     for name, data in figures.items():
         data = smaller_png(data) if name.endswith(".png") else data
@@ -78,6 +75,16 @@ def write_page(path: Path, executed: nbformat.NotebookNode | None, out: Path) ->
             f"the page of {path.name} has {size} bytes, its figures {drawn}; {MAX_BYTES} and "
             f"{2 * MAX_BYTES} are allowed: print less, or draw smaller"
         )
+
+
+def notebook_page(
+    path: Path, executed: nbformat.NotebookNode | None
+) -> tuple[str, dict[str, bytes]]:
+    """(Markdown, {file: bytes} of its figures); without outputs where no run of it is known."""
+    text, figures = to_markdown(executed or read(path), path.stem)
+    title, _, rest = text.lstrip().partition("\n")
+    beginning = f"{title}\n\n{_where_it_is(path)}\n" + ("" if executed else f"\n{NOT_RUN}")
+    return f"{beginning}{rest}\n", figures
 
 
 def smaller_png(data: bytes) -> bytes:
@@ -126,12 +133,17 @@ def _where_it_is(path: Path) -> str:
     )
 
 
+def title_of(first: str) -> str:
+    """The title of a notebook, from its first cell."""
+    return first.splitlines()[0].lstrip("# ")
+
+
 def index_page(paths: list[Path]) -> str:
     """Every notebook with its question."""
     rows = []
     for path in paths:
         first = read(path).cells[0].source
-        title = first.splitlines()[0].lstrip("# ")
+        title = title_of(first)
         question = re.search(r"\*\*The question\.?\*\*:?\s*(.+?)(?:\n\n|$)", first, re.DOTALL)
         asked = " ".join(question[1].split()) if question else ""
         rows.append(f"| [{title}]({path.stem}.md) | {asked} |")

@@ -10,9 +10,9 @@ from html import escape
 from pathlib import Path
 
 from minimegatron.moved import MOVED
-from source.places import ROOT
+from source.places import DOCS, write
 
-REDIRECTS = ROOT / "docs" / "redirects.toml"
+REDIRECTS = DOCS / "redirects.toml"
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Moved</title>
@@ -46,22 +46,26 @@ def write_redirects(out: Path, redirects: dict[str, str], site_url: str | None =
     """
     site_url = os.environ.get("SITE_URL", "") if site_url is None else site_url
     for old, new in redirects.items():
-        page, _, fragment = new.partition("#")
+        page = new.partition("#")[0]
         if exists(out, old):
             raise ValueError(f"redirects: {old} is moved to {new}, but there is a page at {old}")
         if not exists(out, page):
             raise ValueError(f"redirects: {old} is moved to {new}, but there is no such page")
-        target = "../" * old.count("/") + page
-        if "/" in old and page.startswith(folder := old.rpartition("/")[0] + "/"):
-            target = page.removeprefix(folder)
-        if fragment:
-            target += f"#{fragment}"
-        canonical = f"{site_url.rstrip('/')}/{page}" if site_url else target
-        text = PAGE.format(
-            target=escape(target), canonical=escape(canonical), name=escape(page.rpartition("/")[2])
-        )
-        (out / old).parent.mkdir(parents=True, exist_ok=True)
-        (out / old).write_text(text)
+        write(out / old, redirect_page(old, new, site_url))
+
+
+def redirect_page(old: str, new: str, site_url: str = "") -> str:
+    """What stands at the old address."""
+    page, _, fragment = new.partition("#")
+    target = "../" * old.count("/") + page
+    if "/" in old and page.startswith(folder := old.rpartition("/")[0] + "/"):
+        target = page.removeprefix(folder)
+    if fragment:
+        target += f"#{fragment}"
+    canonical = f"{site_url.rstrip('/')}/{page}" if site_url else target
+    return PAGE.format(
+        target=escape(target), canonical=escape(canonical), name=escape(page.rpartition("/")[2])
+    )
 
 
 def exists(out: Path, page: str) -> bool:

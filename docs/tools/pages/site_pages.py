@@ -35,22 +35,34 @@ REFERENCE = ("core", "planner", "tracing", "training")
 """What the reference covers; the rest of the package is no library but a program."""
 
 
+def written_pages() -> list[str]:
+    """The pages that a person has written, below docs/."""
+    found = sorted(path.relative_to(DOCS) for path in DOCS.rglob("*.md"))
+    return [
+        page.as_posix()
+        for page in found
+        if page.parts[0] not in SKIPPED and "node_modules" not in page.parts
+    ]
+
+
+def filled_in(macros: Macros) -> str:
+    """The page that the macros are of, with all of them filled in."""
+    page = macros.page
+    if page == "contributing.md":
+        macros.extra = {"architecture": architecture_svg(macros.package)}
+    # What else ends a page of the tour stands before "why next".
+    below = "\n{{ problems }}\n" if page.startswith("tour/") else ""
+    return macros.expand(framed(page, (DOCS / page).read_text() + below))
+
+
 def write_pages(package: Package, out: Path, pieces: Path) -> None:
     """Everything but the annotated modules, below `out`, where notebooks and exercises are by now."""
     glossary, practice = read_glossary(DOCS / "glossary.md"), read_practice(out)
     faults = []
-    for path in sorted(DOCS.rglob("*.md")):
-        relative = path.relative_to(DOCS)
-        if relative.parts[0] in SKIPPED or "node_modules" in relative.parts:
-            continue
-        macros = Macros(package, relative.as_posix(), glossary, practice)
-        if relative.as_posix() == "contributing.md":
-            macros.extra = {"architecture": architecture_svg(package)}
-        # What else ends a page of the tour stands before "why next".
-        below = "\n{{ problems }}\n" if relative.parts[0] == "tour" else ""
-        text = framed(relative.as_posix(), path.read_text() + below)
-        write(out / relative, macros.expand(text))
-        macros.stash.save(pieces / f"{relative.as_posix()}.json")
+    for page in written_pages():
+        macros = Macros(package, page, glossary, practice)
+        write(out / page, filled_in(macros))
+        macros.stash.save(pieces / f"{page}.json")
         faults += macros.faults
     if faults:
         raise SystemExit("\n".join(faults))
@@ -196,22 +208,42 @@ def _room_row(room: Room) -> str:
 
 
 def write_reference(package: Package, folder: Path) -> None:
-    """A page per part of the package, from the docstrings, through mkdocstrings."""
+    """A page per part of the package, and an index."""
+    parts = parts_of(package)
+    for part, names in parts.items():
+        write(folder / f"{part}.md", reference_page(part, names))
+    write(folder / "index.md", reference_index(parts))
+
+
+def parts_of(package: Package) -> dict[str, list[str]]:
+    """Part of the package -> its modules."""
     by_part: dict[str, list[str]] = {}
     for name in package.pages:
         parts = name.split(".")
         if len(parts) > 2 and parts[1] in REFERENCE and not parts[-1].startswith("_"):
             part = ".".join(parts[1:3]) if parts[1] == "core" and len(parts) > 3 else parts[1]
             by_part.setdefault(part, []).append(name)
+    return dict(sorted(by_part.items()))
+
+
+def reference_page(part: str, names: list[str]) -> str:
+    """What mkdocstrings makes a page of, from the docstrings of these modules."""
+    title = f"minimegatron.{part}"
+    modules = "\n\n".join(f"::: {name}" for name in names)
+    about = f"Signatures and docstrings of {title}: {', '.join(map(_bare, names))}"
+    head = f"---\ntitle: {title}\ndescription: '{shortened(about)}'\n---\n"
+    return f"{head}\n# `{title}`\n\n{modules}\n"
+
+
+def reference_index(parts: dict[str, list[str]]) -> str:
+    """Every part, with its modules."""
     index = ["---\ntitle: Reference\n---\n", "# Reference\n"]
     index.append("Signatures and docstrings of every public name, by package.\n")
-    for part, names in sorted(by_part.items()):
-        title = f"minimegatron.{part}"
-        modules = "\n\n".join(f"::: {name}" for name in names)
-        bare = [name.rpartition(".")[2] for name in names]
-        about = f"Signatures and docstrings of {title}: {', '.join(bare)}"
-        head = f"---\ntitle: {title}\ndescription: '{shortened(about)}'\n---\n"
-        write(folder / f"{part}.md", f"{head}\n# `{title}`\n\n{modules}\n")
-        words = ", ".join(f"`{name}`" for name in bare)
-        index.append(f"- [`{title}`]({part}.md): {words}")
-    write(folder / "index.md", "\n".join(index) + "\n")
+    for part, names in parts.items():
+        words = ", ".join(f"`{_bare(name)}`" for name in names)
+        index.append(f"- [`minimegatron.{part}`]({part}.md): {words}")
+    return "\n".join(index) + "\n"
+
+
+def _bare(name: str) -> str:
+    return name.rpartition(".")[2]

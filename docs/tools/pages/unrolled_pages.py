@@ -71,7 +71,7 @@ def write_unrolled_pages(package: Package, out: Path, pieces: Path) -> None:
         explained = explain(name, data, package)
         write(out / "unrolled" / f"{name}.js", script(explained, f"unrolled {name}"))
         stash = Stash()
-        write(out / "unrolled" / f"{name}.md", _page(name, explained, stash))
+        write(out / "unrolled" / f"{name}.md", run_page(name, explained, stash))
         stash.save(pieces / "unrolled" / f"{name}.md.json")
     for folder, file in (("javascripts", "unrolled.js"), ("stylesheets", "unrolled.css")):
         (out / folder).mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,9 @@ def _span(numbers: list[int]) -> str:
 # -- One page --
 
 
-def _page(name: str, data: dict[str, Any], stash: Stash) -> str:
+def run_page(name: str, data: dict[str, Any], stash: Stash) -> str:
+    """The page's Markdown, of data that `explain` has been through."""
+
     def links_of(number: int) -> str:
         links = data["links"][number]
         path, line = data["functions"][number][1:3]
