@@ -1,4 +1,4 @@
-"""Says how a page of the site was made: from which file, by which tools, with which numbers and records.
+"""Says how a page of the site was made: its file, the tools, the numbers, the excerpts, the records.
 
     python docs/tools/why.py tour/p2p                 an address, with or without .html
     python docs/tools/why.py docs/tour/p2p.md         or the file
