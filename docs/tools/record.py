@@ -4,7 +4,8 @@
     python docs/tools/record.py restart                that record
     python docs/tools/record.py traces 1f1b one-rank   with words of its own
 
-Run by: a person; the Makefile. Calls: `source.commands`, then one tool of the list.
+Run by: a person; the Makefile. Called by: `why`, for the list. Calls: `source.commands`, then one
+tool of the list.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """The planner's formulas as JavaScript, translated from their source for the page's calculator.
 
-Called by: `site_pages`. Calls: `ast`. Only what those functions use is translated: arithmetic,
-comparisons, assignments, conditions. Anything else ends the build, so the page cannot drift.
+Called by: `site_pages`, `macros` (the form). Calls: `ast`. Only what those functions use is
+translated: arithmetic, comparisons, assignments, conditions. Anything else ends the build, so the
+page cannot drift.
 """
 
 import ast

@@ -1,8 +1,8 @@
 """The concrete small cases of the pages: every number, table and picture in prose comes from here.
 
-Called by: `macros`, which evaluates expressions with these names. Calls: `memory_cases`, the planner,
-the layouts, the layers themselves, and grading for its limits. Times are in
-units of one forward unless a page says otherwise.
+Called by: `macros`, which evaluates expressions with these names; `problem_cases`. Calls:
+`memory_cases`, the planner, the layouts, the layers themselves, and grading for its limits. Times
+are in units of one forward unless a page says otherwise.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Tables of the page on who divides the loss by what, out of rows that can be run.
 
-Called by: `cases`. Calls: the package's own `loss_contract`.
+Called by: `problem_cases`. Calls: the package's own `loss_contract`.
 
 The batch has 8 rows of 8 tokens; one row has none that counts.
 """

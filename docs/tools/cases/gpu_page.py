@@ -1,7 +1,8 @@
 """The page on GPUs, and the sentence that README and the site say of them: from the last report.
 
-Called by: `build_docs`, `cases`, and tests/gpu, whose check writes the report (`python3 -m tests.gpu`).
-Without a report nothing has been run, and that is what is said.
+Called by: `build_docs`, `every_page`, `cases`, `notebook_pages`, and tests/gpu, whose check writes
+the report (`python3 -m tests.gpu`). Without a report nothing has been run, and that is what is
+said.
 """
 
 import runpy

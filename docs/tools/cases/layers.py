@@ -1,8 +1,8 @@
 """Cases of layers of experts: the nodes of a step on two lanes, as pictures and numbers.
 
-Called by: `macros`, which evaluates expressions with these names. Calls: the planner's two-lane clock;
-reads overlap.json, which `records.overlap` writes.
-`nodes` are the times of attention, mlp, dispatch and combine of one layer, forward.
+Called by: `macros`, which evaluates expressions with these names; `rings`. Calls: the planner's
+two-lane clock; reads overlap.json, which `records.overlap` writes. `nodes` are the times of
+attention, mlp, dispatch and combine of one layer, forward.
 """
 
 from collections.abc import Sequence

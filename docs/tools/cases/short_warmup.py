@@ -1,6 +1,7 @@
 """Interleaving with one step of warm-up per stage: what the planner finds, for the tour and a test.
 
-Called by: `cases`. Calls: the planner, with one number of `schedule_table` changed.
+Called by: `cases`, `problem_cases`, `why_times_two`. Calls: the planner, with one number of
+`schedule_table` changed.
 """
 
 from collections.abc import Iterator

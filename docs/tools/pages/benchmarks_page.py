@@ -1,7 +1,7 @@
 """The page of benchmarks: every table, command and claim from what `make bench` wrote.
 
-Called by: `build_docs`. Reads docs/benchmarks/*.json, in the form of tests/benchmarks/results.py.
-Nothing here or on the page is a typed figure.
+Called by: `build_docs`, `every_page`. Reads docs/benchmarks/*.json, in the form of
+tests/benchmarks/results.py. Nothing here or on the page is a typed figure.
 """
 
 import re

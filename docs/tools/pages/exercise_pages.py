@@ -1,7 +1,7 @@
 """Pages of the site from exercises: the problem, the stub, the hints folded; an index with the labs.
 
-Called by: `build_docs`. Calls: `minimegatron.exercises` for what there is; runs no check. Solutions are
-not shown.
+Called by: `build_docs`, `every_page`. Calls: `minimegatron.exercises` for what there is; runs no
+check. Solutions are not shown.
 """
 
 import shutil

@@ -1,6 +1,7 @@
 """Pages of the site from notebooks: what is written, the code, and what a fresh run put out.
 
-Called by: `build_docs`. Calls: `notebook_runs` for the outputs, nbconvert for Markdown.
+Called by: `build_docs`, `every_page`. Calls: `notebook_runs` for the outputs, nbconvert for
+Markdown.
 
 `make docs` runs notebooks whose outputs are not known yet, once. A build without that shows them
 without outputs, and says so.

@@ -1,6 +1,7 @@
 """What a page says of itself to search engines and to those who get its link: a description of its own.
 
-Called by: `mkdocs_hook`, for every page; docs/overrides/main.html writes the tags. Calls nothing.
+Called by: `mkdocs_hook`, for every page, `site_pages`; docs/overrides/main.html writes the tags.
+Calls nothing.
 
 A page's description is in its front matter, or else the sentences that it begins with.
 """

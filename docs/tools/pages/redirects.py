@@ -1,7 +1,7 @@
 """A small page at each old address, which leads to the new one and keeps what stands behind the #.
 
-Called by: `build_docs`, when all other pages are written. Calls nothing. Pages that have moved are in
-docs/redirects.toml; modules whose names have changed, in `minimegatron.moved`.
+Called by: `build_docs`, when all other pages are written; `every_page`. Calls: `places`. Pages that
+have moved are in docs/redirects.toml; modules whose names have changed, in `minimegatron.moved`.
 """
 
 import os

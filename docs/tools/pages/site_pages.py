@@ -1,6 +1,7 @@
 """The pages that are not annotated source: those of docs/, filled in, and the generated ones.
 
-Called by: `build_docs`. Calls: `macros`, `tour_frame`, `rosetta`, `architecture`, `page_heads`.
+Called by: `build_docs`, `every_page`. Calls: `macros`, `tour_frame`, `rosetta`, `architecture`,
+`page_heads`.
 """
 
 import re

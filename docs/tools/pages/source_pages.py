@@ -1,6 +1,7 @@
 """The annotated source: one page per module, prose beside the code that it is about.
 
-Called by: `build_docs`. Calls: `annotate`, `prose`, `code_html`, `caller_lists`, `rosetta`.
+Called by: `build_docs`, `site_pages`, `every_page`. Calls: `annotate`, `prose`, `code_html`,
+`caller_lists`, `rosetta`.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """One page per recorded run: a step unrolled into the lines that it ran. And the table of these pages.
 
-Called by: `build_docs`, `macros` (the table). Calls: `recorded_lines` (to find functions in today's
-source), `minimegatron.tracing.unrolled_page`. Reads docs/recordings/unrolled; `traces` says what
-is there. Writes, below the folder:
+Called by: `build_docs`, `every_page`, `macros` (the table). Calls: `recorded_lines` (to find
+functions in today's source), `minimegatron.tracing.unrolled_page`. Reads docs/recordings/unrolled;
+`traces` says what is there. Writes, below the folder:
 
     unrolled/NAME.md         the outline with its links, for a reader without scripts
     unrolled/NAME.js         the data, packed

@@ -1,6 +1,6 @@
 """Pictures of other models: what travels between stages, a matrix of decays, growth with the length.
 
-Called by: `families`, `states`. Calls: `pictures`. Everything in them comes from
+Called by: `families`, `states`, `backend`. Calls: `pictures`. Everything in them comes from
 arguments.
 """
 

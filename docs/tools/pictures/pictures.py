@@ -1,7 +1,8 @@
 """Pictures that the planner does not draw: grids of ranks, layers over stages, buffers, modules.
 
-Called by: `cases`, `site_pages`. Pictures are SVG with the classes of stylesheets/site.css, so that
-they follow the page's colours. Everything in them comes from arguments.
+Called by: `cases` and the other pictures. Pictures are SVG with the classes of
+stylesheets/site.css, so that they follow the page's colours. Everything in them comes from
+arguments.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Writes orders: who does what, in which order, for every plan that the schedule player offers.
 
-Run by: `build_docs`, in a process of its own. Called by: `emit_player` (its `script`), tests/docs.
-Calls: `minimegatron.planner`, which makes every order;
+Run by: `build_docs`, in a process of its own. Called by: `emit_player`, `unrolled_pages` and
+`browser_python` (its `script`), tests/docs. Calls: `minimegatron.planner`, which makes every order;
 `plan_words`, which writes it down. The player's script decides when, never what: a schedule that is
 registered when the site is built is offered, whatever its placement and its kinds of work.
 

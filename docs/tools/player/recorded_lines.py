@@ -1,6 +1,6 @@
 """Finds the lines of a recording again, in today's source: lines move, texts are edited, files renamed.
 
-Called by: `emit_player`, tests/docs. Calls: `package`.
+Called by: `emit_player`, `unrolled_pages`, tests/docs. Calls: `package`.
 
 A recording says of each frame the function (dotted name, file, first line) and the line with its text.
 The function is found by its name, and in it the line:

@@ -1,7 +1,8 @@
 """The table of every public symbol beside its counterpart in Megatron-Core.
 
-Called by: `site_pages`, `megatron_core`; tests/conformance holds it to the installed package.
-Calls: `package`, `rosetta_names`, `signatures`.
+Called by: `site_pages`, `source_pages`, `every_page`, and the records of Megatron;
+tests/conformance holds it to the installed package. Calls: `package`, `rosetta_names`,
+`signatures`.
 
 What a module mirrors is said in its docstring ("Counterpart: ..."). A symbol's counterpart has the
 same name there, unless rosetta.json, beside this file, says otherwise. Which parameters and methods

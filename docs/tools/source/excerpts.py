@@ -1,6 +1,6 @@
 """Which lines a page quotes: whole statements, of one definition, with the words that it claims.
 
-Called by: `macros`. Calls nothing.
+Called by: `quotes`, `macros`. Calls nothing.
 """
 
 import ast

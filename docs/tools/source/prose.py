@@ -1,6 +1,6 @@
 """Docstrings as the Markdown they nearly are, and names in prose as links.
 
-Called by: `source_pages`, `rosetta`. Calls: `package`.
+Called by: `source_pages`, `macros`. Calls: `package`.
 """
 
 import re

@@ -1,8 +1,8 @@
 """The spine: which files of the package to read first, in which order, and how long that takes.
 
-Called by: `source_pages`, `site_pages`, `cases`; after an edit of docs/spine.toml or of a file in it,
-run `python docs/tools/record.py spine`: it sets the minutes, and the figures in README.md.
-Calls: `code_count`. Megatron has no counterpart.
+Called by: `source_pages`, `site_pages`, `tour`, `cases` and others; after an edit of
+docs/spine.toml or of a file in it, run `python docs/tools/record.py spine`: it sets the minutes,
+and the figures in README.md. Calls: `code_count`. Megatron has no counterpart.
 """
 
 import re

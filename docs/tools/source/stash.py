@@ -1,6 +1,6 @@
 """Finished HTML that Markdown need not read: a comment stands for it until the page is whole.
 
-Called by: `source_pages`, `macros`, `rosetta` (put), `build_docs` (save), `mkdocs_hook` (fill). Calls
+Called by: all that puts HTML on pages (put), `build_docs` (save), `mkdocs_hook` (fill). Calls
 nothing.
 
 Thousands of coloured spans a page would take Markdown and the search index minutes to walk through.

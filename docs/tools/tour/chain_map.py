@@ -1,7 +1,7 @@
 """The chain of calls as a map, and as a strip that says where a page stands in it.
 
-Called by: `macros` (map, strip of a tour page), `source_pages` (strip of a module). Calls: `tour`,
-`callers`.
+Called by: `macros`, `tour_frame` (map, strip of a tour page), `source_pages` (strip of a module).
+Calls: `tour`, `callers`.
 """
 
 import re

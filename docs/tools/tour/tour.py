@@ -1,7 +1,7 @@
 """The tour: its pages, how long each takes to read, the paths through them, the chain they follow.
 
-Called by: `macros`, `chain_map`, `tour_frame`. Run by hand, `python docs/tools/tell.py minutes`
-prints the minutes. Calls: `quotes`, for the code that a page shows; `spine`.
+Called by: all that speaks of the tour. Run by hand, `python docs/tools/tell.py minutes` prints the
+minutes. Calls: `quotes`, for the code that a page shows; `spine`.
 
 A page takes as long as its words, the lines of code that are not folded, its pictures and its player;
 docs/tour.toml has the speeds. Questions count, their answers too; worked problems do not.
