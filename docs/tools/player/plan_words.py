@@ -1,8 +1,9 @@
 """A plan as words: what each stage does, in order, and what that needs, for the schedule player.
 
 Called by: `emit_orders`, `emit_player`, `unrolled_pages`, and `in_browser` inside the page. Calls:
-the planner's schema. Needs nothing but the standard library. docs/javascripts/engine.js reads the words; it knows no schedule, no
-placement and no kind of work but those that are written here.
+the planner's schema. Needs nothing but the standard library. docs/javascripts/engine.js
+reads the words; it knows no schedule, no placement and no kind of work but those that are written
+here.
 
 A stage's order is a word, its row:
 

@@ -1,7 +1,8 @@
 """The words of the site's widgets, one file per language: docs/strings/en.json.
 
 Called by: `build_docs`, `exam_page`, tests/docs. Writes `javascripts/words.js`, from which
-docs/javascripts/say.js takes every word that a script shows. A language may leave strings out: English stands in for them.
+docs/javascripts/say.js takes every word that a script shows. A language may leave strings
+out: English stands in for them.
 
 A string has places to fill in, `{name}`, or is an object of plural forms ("one", "other").
 """
