@@ -24,9 +24,11 @@ from record import COMMANDS  # noqa: E402
 from source.package import Package  # noqa: E402
 from source.places import RECORDINGS, RECORDS, ROOT, read_json  # noqa: E402
 
-FEW = 7
+FEW, FEW_TOOLS = 5, 12
 """Lines of a part; the rest is counted, but with --all."""
 WIDTH = 110
+COMPUTED = ("value", "table", "figure")
+"""Macros whose expressions are listed."""
 
 
 class NoSuchPageError(LookupError):
@@ -53,19 +55,20 @@ def find_page(words: str, pages: dict[str, Origin]) -> str:
 
 def explain(name: str, origin: Origin, observed: Observed, has_all: bool = False) -> str:
     """What was seen, in lines that a person reads."""
-    others = observed.macros - {
-        kind: observed.macros[kind] for kind in ("value", "table", "figure")
-    }
+    others = {kind: n for kind, n in observed.macros.items() if kind not in COMPUTED}
     parts = [
         f"{name}.html is made from {shown(origin.file)}",
         *section(
             "Tools, as they were first entered (room/module.function):",
             (f"{tool.place:44} {tool.about}" for tool in observed.tools),
-            sys.maxsize if has_all else 2 * FEW,
+            sys.maxsize if has_all else FEW_TOOLS,
         ),
         *section(
             "Numbers, tables and figures, and what computes them:",
-            (f"{{{{ {n.expression} }}}}  {', '.join(n.found_in)}" for n in observed.numbers),
+            (
+                f"{', '.join(n.found_in) or 'a name'}  {{{{ {n.expression} }}}}"
+                for n in observed.numbers
+            ),
             sys.maxsize if has_all else FEW,
         ),
         *section(
@@ -89,7 +92,12 @@ def explain(name: str, origin: Origin, observed: Observed, has_all: bool = False
     if observed.scripts:
         parts.append("Scripts and styles: " + ", ".join(observed.scripts))
     parts.append("Then MkDocs makes HTML of it, with docs/tools/mkdocs_hook.py, as of every page.")
-    return "\n".join(line if has_all else line[:WIDTH] for line in parts)
+    return "\n".join(line if has_all else shorten(line) for line in parts)
+
+
+def shorten(line: str) -> str:
+    """No longer than a terminal is wide."""
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
 def section(title: str, lines: Iterable[str], few: int) -> list[str]:

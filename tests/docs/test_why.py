@@ -66,14 +66,14 @@ def test_messages_between_stages(pages, seen):
     found = seen("tour/p2p")
     assert pages["tour/p2p"].file == ROOT / "docs" / "tour" / "p2p.md"
     path, code = place_of("messages")
-    assert observed_module.Number("messages(4, 8)", [f"messages {path}:{code}"]) in found.numbers
+    assert observed_module.Number("messages(4, 8)", [f"{path}:{code}"]) in found.numbers
     assert found.macros["code"] == len(found.excerpts) == 4
     assert {one.path for one in found.excerpts} == {
         "minimegatron/core/pipeline_parallel/p2p_communication.py"
     }
     assert found.excerpts[0].symbol == "P2PCommunicator._in_order"
     tools = [tool.place for tool in found.tools]
-    order = ["tour/tour_frame.framed", "pages/macros.Macros.expand", "cases/cases.messages"]
+    order = ["tour/tour_frame.framed", "source/folding.parts_of", "cases/cases.message_table"]
     assert [tool for tool in tools if tool in order] == order
     assert not [path for path in found.records if path.is_relative_to(places.RECORDINGS)]
 

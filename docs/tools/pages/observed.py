@@ -16,15 +16,20 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from pages import every_page
 from pages.every_page import Origin
 from pages.macros import names_of_cases
 from source import places
 from source.places import DOCS, RECORDINGS, ROOT, TOOLS
 
 SCRIPTS = DOCS / "javascripts"
+CATALOGUE = every_page.__file__
+"""It stands in for `build_docs` here, and makes nothing itself."""
 LOADED = re.compile(r'<(?:script[^>]* src|link[^>]* href)="([^"]+\.(?:m?js|css))"')
 LOOKS_FOR = re.compile(r"document\.querySelector(?:All)?\((['\"])(.+?)\1\)")
 CLASS = re.compile(r"\.(mm-[\w-]+)")
+OF_ALL_PAGES = re.compile(r"^  - javascripts/(\w+\.js)$", re.MULTILINE)
+"""In mkdocs.yml."""
 REPLAYED = re.compile(r'data-recording="([\w-]+)"')
 
 
@@ -42,7 +47,7 @@ class Number(NamedTuple):
 
     expression: str
     found_in: list[str]
-    """`name path:line` of each function that it calls."""
+    """`path:line` of each function that it calls, the outermost first."""
 
 
 class Excerpt(NamedTuple):
@@ -89,11 +94,17 @@ class Observed:
         """Scripts and styles that it names, and scripts of all pages that look for what it has."""
         shown = set(re.findall(r"mm-[\w-]+", " ".join(re.findall(r'class="([^"]*)"', self.text))))
         looking = []
-        for path in sorted(SCRIPTS.glob("*.js")):
-            asked = " ".join(words for _, words in LOOKS_FOR.findall(path.read_text()))
-            if found := [name for name in CLASS.findall(asked) if name in shown]:
-                looking.append(f"{path.name} (looks for {', '.join(dict.fromkeys(found))})")
+        for name in OF_ALL_PAGES.findall((ROOT / "mkdocs.yml").read_text()):
+            path = SCRIPTS / name
+            asked = " ".join(words for _, words in LOOKS_FOR.findall(_text(path)))
+            if found := [one for one in CLASS.findall(asked) if one in shown]:
+                looking.append(f"{name} (looks for {', '.join(dict.fromkeys(found))})")
         return [*dict.fromkeys(LOADED.findall(self.text)), *looking]
+
+
+def _text(path: Path) -> str:
+    """Of a script; words.js is written by the build, and looks for nothing."""
+    return path.read_text() if path.exists() else ""
 
 
 def observe(origin: Origin) -> Observed:
@@ -132,8 +143,14 @@ def _note_opened(event: str, given: tuple) -> None:
     if event != "open" or not _watching or not isinstance(given[0], str):
         return
     path = Path(given[0])
-    if path.suffix in (".json", ".toml", ".md") and path.is_relative_to(ROOT):
+    if path.suffix in (".json", ".toml", ".md") and path.is_relative_to(ROOT) and is_ours(path):
         _watching[-1].opened.setdefault(path, _reader())
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is of the repository: no library's, and nothing that is built."""
+    parts = path.relative_to(ROOT).parts
+    return not parts[0].startswith((".", "build"))
 
 
 def _reader() -> str:
@@ -172,7 +189,7 @@ class _Entered:
             self.observed.excerpts.append(excerpt_of(frame.f_locals["quote"]))
         if code.co_filename in self.modules or code.co_name.startswith("<"):
             return
-        if caller is not None and caller.f_code.co_filename != code.co_filename:
+        if caller is not None and caller.f_code.co_filename != code.co_filename != CATALOGUE:
             self.modules.add(code.co_filename)
             self.observed.tools.append(tool_of(code))
 
@@ -202,14 +219,14 @@ def excerpt_of(quote: Any) -> Excerpt:
 
 
 def functions_of(expression: str) -> list[str]:
-    """`name path:line` of each function that the expression calls, the outermost first."""
+    """`path:line` of each function that the expression calls, the outermost first."""
     names, found = names_of_cases(), []
     for node in _calls(expression):
         function = inspect.unwrap(eval(ast.unparse(node.func), names))  # as the macro does
         code = getattr(function, "__code__", None) or getattr(function.__init__, "__code__", None)
         if code is not None and Path(code.co_filename).is_relative_to(ROOT):
             path = Path(code.co_filename).relative_to(ROOT)
-            found.append(f"{ast.unparse(node.func)} {path}:{code.co_firstlineno}")
+            found.append(f"{path}:{code.co_firstlineno}")
     return list(dict.fromkeys(found))
 
 
