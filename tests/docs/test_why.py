@@ -104,7 +104,11 @@ def test_a_page_with_a_replay(pages, seen):
     [
         ("source/minimegatron.moved", "source/caller_lists.callers_of", None),
         ("rosetta", "rosetta/rosetta.rosetta_page", "docs/tools/records/megatron_core.json"),
-        ("unrolled/ring", "pages/unrolled_pages.explain", "docs/recordings/unrolled/ring.json"),
+        (
+            "unrolled/ring",
+            "pages/unrolled_pages.read_unrolled",
+            "docs/recordings/unrolled/ring.json",
+        ),
         ("exercises/ex12_interleaved_table", "pages/exercise_pages.exercise_page", None),
         ("notebooks/03_point_to_point", "pages/notebook_pages.notebook_page", None),
         ("benchmarks", "pages/benchmarks_page.benchmarks_page", "docs/benchmarks/summary.json"),
