@@ -112,7 +112,7 @@ def test_a_page_with_a_replay(pages, seen):
         ("exercises/ex12_interleaved_table", "pages/exercise_pages.exercise_page", None),
         ("notebooks/03_point_to_point", "pages/notebook_pages.notebook_page", None),
         ("benchmarks", "pages/benchmarks_page.benchmarks_page", "docs/benchmarks/summary.json"),
-        ("gpu", "cases/gpu_page.gpu_page", None),
+        ("gpu", "cases/gpu_page.planned_parts", None),
         ("reference/tracing", "pages/site_pages.reference_page", None),
         ("source/index", "pages/site_pages.source_index", None),
     ],
