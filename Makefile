@@ -181,7 +181,7 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-conformance
 	$(BIN)/python -m tests.benchmarks
 
-# The page of what was found last is part of the site; see docs/tools/gpu_page.py.
+# The page of what was found last is part of the site; see docs/tools/cases/gpu_page.py.
 gpu-check: $(VENV)/.installed-conformance
 	@$(BIN)/python -m tests.gpu
 
@@ -190,13 +190,13 @@ torch-check:
 	@$(PYTHON) -m tests.torch_check --torch '$(NEWER)'
 
 traces: $(VENV)/.installed
-	$(BIN)/python docs/tools/record_traces.py
+	$(BIN)/python docs/tools/record.py traces
 
 rosetta: $(VENV)/.installed-conformance
-	$(BIN)/python docs/tools/record_megatron.py
+	$(BIN)/python docs/tools/record.py megatron-core
 
 timeline: $(VENV)/.installed-dev
-	$(BIN)/python docs/tools/timeline.py
+	$(BIN)/python docs/tools/record.py timeline
 
 # The variables silence advertisements for other generators.
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs
@@ -241,7 +241,7 @@ LAB  := PATH="$(CURDIR)/$(BIN):$$PATH" JUPYTER_CONFIG_PATH="$(CURDIR)/docs/tools
   $(if $(filter 0,$(shell id -u)),--allow-root)
 
 notebooks: $(VENV)/.installed-notebooks
-	@$(BIN)/python docs/tools/notebook_runs.py --pairs
+	@$(BIN)/python docs/tools/record.py notebooks --pairs
 	@$(LAB)
 
 # A browser for the tests of the site.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tools"))
-code_lines = cache(importlib.import_module("code_count").code_lines)
+code_lines = cache(importlib.import_module("source.code_count").code_lines)
 
 Lines = frozenset[int]
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -55,7 +55,7 @@ from tests.plain_walks import (
 from tests.ranks import run_ranks
 from tests.training.short_runs import PP2, TP2, VP2, ZERO1, little_text
 
-spine = importlib.import_module("spine")  # `code_shares` has put its folder on the path
+spine = importlib.import_module("source.spine")  # `code_shares` has put its folder on the path
 
 PACKAGE = Path(minimegatron.__file__).parent
 NUM_STEPS = 3

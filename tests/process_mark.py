@@ -29,7 +29,7 @@ STARTING = (
     "minimegatron.launching.launcher",
     "minimegatron.notebook",
     "multiprocessing",
-    "notebook_runs",
+    "pages.notebook_runs",
     "playwright",
     "subprocess",
 )

@@ -23,7 +23,7 @@ from minimegatron.training.tiny_gpt import TinyGPT
 from tests.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tools"))
-spine = importlib.import_module("spine")
+spine = importlib.import_module("source.spine")
 
 PACKAGE = f"{Path(minimegatron.__file__).parent}/"
 DECORATORS = ("core/tracing.py", "core/left_out.py")

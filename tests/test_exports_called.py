@@ -44,7 +44,7 @@ from tests.groups import PretendGroup
 from tests.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tools"))
-rosetta_names = importlib.import_module("rosetta_names")
+rosetta_names = importlib.import_module("rosetta.rosetta_names")
 
 FLAGS = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 4 --seq-length 4 "

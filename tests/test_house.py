@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minimegatron"
 
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
-annotate = importlib.import_module("annotate")
-code_count = importlib.import_module("code_count")
+annotate = importlib.import_module("source.annotate")
+code_count = importlib.import_module("source.code_count")
 
 MAX_FUNCTION_LINES = 60
 """Code lines below the signature, which the formatter gives a line per argument."""
@@ -286,9 +286,9 @@ def named(name: str) -> frozenset[str]:
 @cache
 def names_of_megatron() -> frozenset[str]:
     """`megatron.core.utils.divide`: what is recorded of Megatron's modules, as `make rosetta` does."""
-    tools = ROOT / "docs" / "tools"
-    found = set(json.loads((tools / "megatron_core.json").read_text())["symbols"])
-    for file, lines in json.loads((tools / "megatron_files.json").read_text())["lines"].items():
+    records = ROOT / "docs" / "tools" / "records"
+    found = set(json.loads((records / "megatron_core.json").read_text())["symbols"])
+    for file, lines in json.loads((records / "megatron_files.json").read_text())["lines"].items():
         place = file.removesuffix(".py").replace("/", ".")
         for line in lines.values():
             found |= {f"{place}.{name}" for name in re.findall(r"^(?:def|class) (\w+)", line)}

@@ -16,7 +16,7 @@ from tests.test_house import PACKAGE, ROOT, code_lines
 from tests.training.short_runs import PP2, TP2, ZERO1, little_text
 
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
-spine = importlib.import_module("spine")
+spine = importlib.import_module("source.spine")
 
 MOST_LINES = 8_900
 """Of code, in all files of the list."""
@@ -72,7 +72,7 @@ def test_minutes_follow_from_the_lines():
         or abs(link.minutes - spine.minutes_of(link.num_lines)) > spine.STEP
         or abs(link.minutes - link.num_lines / spine.lines_per_minute()) > spine.STEP
     }
-    assert not wrong, f"run: python docs/tools/spine.py; {wrong}"
+    assert not wrong, f"run: python docs/tools/record.py spine; {wrong}"
 
 
 def test_what_each_is_fits_a_line():
@@ -86,7 +86,7 @@ def test_readme_says_what_the_list_says():
     assert len(found) == 1
     files, lines, hours = (int(number.replace(",", "")) for number in found[0])
     links = spine.read_spine()
-    again = "run: python docs/tools/spine.py"
+    again = "run: python docs/tools/record.py spine"
     assert files == len(links), again
     assert abs(lines - sum(link.num_lines for link in links)) <= 150, again
     assert abs(hours - sum(link.minutes for link in links) / 60) <= 1, again

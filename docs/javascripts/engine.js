@@ -2,7 +2,7 @@
 // When everything happens: times a plan from orders.js. The same engine as
 // minimegatron/planner/imagined_transport.py and simulator.py, held to them by tests/docs/test_player_timing.py.
 // It makes no order and knows no placement: what each stage does, in which sequence, and what that needs
-// comes from the planner (docs/tools/plan_words.py says how it is written down).
+// comes from the planner (docs/tools/player/plan_words.py says how it is written down).
 //
 // A plan is a graph. Its nodes, `plan.ranks[rank][index]`:
 //   work           {id, kind: letter, rank, lane, phase, mb, chunk, index}

@@ -1,5 +1,5 @@
 // Python beside the page: loads Pyodide and the planner from this site, telling how much is there, then
-// answers one request after the other. Started by workbench.js. The Python that answers is docs/tools/in_browser.py.
+// answers one request after the other. Started by workbench.js. The Python that answers is docs/tools/player/in_browser.py.
 //
 //   in:   {sizes: {file name: bytes}} once, then {number, source, sizes: [p, M, v, G]}
 //   out:  {loaded: bytes}, {starting: true}, {ready: true}; {number, begun: true}, {number, answer: JSON};

@@ -1,6 +1,6 @@
 "use strict";
 // The view model of a recorded run: the same tracks, lanes, strips and questions as of a plan (model.js), from
-// what `minimegatron trace` knows of the run. docs/tools/record_traces.py says what a recording holds.
+// what `minimegatron trace` knows of the run. docs/tools/records/traces.py says what a recording holds.
 //
 // Ids: "2:F3" is the forward of microbatch 3 on stage 2; "2:idle-before-F3" the gap before it;
 // "2:backward_step.4" the fifth call of that function there; "1>2:F3" a message; "2:F6&B2" a pair.

@@ -1,6 +1,6 @@
 "use strict";
 // The replay: a recorded run, call by call. What `minimegatron trace` knows of it was put into
-// recordings/NAME.js when the site was built (docs/tools/emit_player.py): times, gaps and their reasons,
+// recordings/NAME.js when the site was built (docs/tools/player/emit_player.py): times, gaps and their reasons,
 // messages, the plan at the run's own speed. recorded_model.js gives it the same view as a plan has.
 
 (() => {

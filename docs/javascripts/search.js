@@ -1,7 +1,7 @@
 "use strict";
 // Search. The theme shows what a worker answers; this file stands in for that worker, in the page itself,
 // so that search also runs in pages opened from a folder. The sections are in search/pages.js
-// (docs/tools/search_index.py); both files are loaded when search is first opened (docs/overrides/main.html).
+// (docs/tools/pages/search_index.py); both files are loaded when search is first opened (docs/overrides/main.html).
 //
 // A query becomes slots, one for each word or known phrase, each with its other spellings and meanings
 // (docs/search_synonyms.toml). A page fits as well as its sections have the slots. Of those that fit, the best of

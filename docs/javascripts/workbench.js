@@ -2,7 +2,7 @@
 // "Edit the Python": a reader writes a schedule or an order, the package's planner makes and checks its plan
 // in this page, and the player draws it. Loaded by schedule_player.js on the first click; Python itself (Pyodide,
 // in a worker, from this very site) on the first run. Its sizes and the texts to start from come from
-// workbench_data.js, which docs/tools/browser_python.py writes.
+// workbench_data.js, which docs/tools/player/browser_python.py writes.
 
 (() => {
   const MM = (globalThis.MM ||= {});

@@ -1,13 +1,13 @@
 """Writes what MkDocs reads into build/docs. `make docs` runs this first, then `mkdocs build`.
 
-The pages of docs/ are copied with their macros filled in (see `macros`); the annotated source, the
-table of symbols, the reference and the pictures are generated. No plugin of MkDocs is involved, so
+The pages of docs/ are copied with their macros filled in (see `pages.macros`); the annotated source,
+the table of symbols, the reference and the pictures are generated. No plugin of MkDocs is involved, so
 that another generator of static pages can take its place.
 """
 
 import argparse
 import gc
-import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -20,17 +20,19 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 # Imported by nbformat's checker, it would compile a grammar of addresses; notebooks have none to check.
 sys.modules.setdefault("rfc3987_syntax", None)
 
-from benchmarks_page import write_benchmarks_page  # noqa: E402
-from browser_python import write_browser_python  # noqa: E402
-from emit_player import write_player  # noqa: E402
-from gpu_page import write_gpu_page  # noqa: E402
-from notebook_pages import write_notebook_pages  # noqa: E402
-from package import ROOT, Package  # noqa: E402
-from redirects import read_redirects, write_redirects  # noqa: E402
-from site_pages import write_pages  # noqa: E402
-from source_pages import write_source_pages  # noqa: E402
-from strings import write_strings  # noqa: E402
-from unrolled_pages import write_unrolled_pages  # noqa: E402
+from cases.gpu_page import write_gpu_page  # noqa: E402
+from pages.benchmarks_page import write_benchmarks_page  # noqa: E402
+from pages.exercise_pages import write_exercise_pages  # noqa: E402
+from pages.notebook_pages import write_notebook_pages  # noqa: E402
+from pages.redirects import read_redirects, write_redirects  # noqa: E402
+from pages.site_pages import write_pages  # noqa: E402
+from pages.source_pages import write_source_pages  # noqa: E402
+from pages.unrolled_pages import write_unrolled_pages  # noqa: E402
+from player.browser_python import write_browser_python  # noqa: E402
+from player.emit_player import write_player  # noqa: E402
+from player.strings import write_strings  # noqa: E402
+from source.package import Package  # noqa: E402
+from source.places import ROOT, python_path  # noqa: E402
 
 OUT = ROOT / "build" / "docs"
 LINK = re.compile(r"\[([^\]]+)\]\(\.\./((?:notebooks|exercises)/[\w.-]+\.md)\)")
@@ -54,7 +56,7 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     with started_orders(written / "javascripts") as orders:
         write_generated(written, pieces, run_notebooks)
     if orders.returncode:
-        raise SystemExit("docs/tools/emit_orders.py has failed; what it said is above")
+        raise SystemExit("docs/tools/player/emit_orders.py has failed; what it said is above")
     for path in sorted((ROOT / "docs").rglob("*")):
         relative = path.relative_to(ROOT / "docs")
         target = written / relative
@@ -71,7 +73,8 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
 
 def started_orders(folder: Path) -> subprocess.Popen:
     """All plans of the schedule player, written by a second process: they need nothing of the rest."""
-    return subprocess.Popen([sys.executable, HERE / "emit_orders.py", folder])
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT, HERE)}
+    return subprocess.Popen([sys.executable, "-m", "player.emit_orders", folder], env=environment)
 
 
 def write_generated(written: Path, pieces: Path, run_notebooks: bool) -> None:
@@ -91,8 +94,7 @@ def write_generated(written: Path, pieces: Path, run_notebooks: bool) -> None:
 def write_practice(out: Path, run_notebooks: bool) -> None:
     """Pages of notebooks and exercises, which other pages link to where they are there."""
     write_notebook_pages(out / "notebooks", run_notebooks)
-    if (HERE / "exercise_pages.py").exists():
-        importlib.import_module("exercise_pages").write_exercise_pages(out / "exercises")
+    write_exercise_pages(out / "exercises")
     for path in [*out.glob("notebooks/*.md"), *out.glob("exercises/*.md")]:
         path.write_text(LINK.sub(lambda match: without_dead(match, out), path.read_text()))
 

@@ -14,14 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from page_heads import set_description
-from search_index import write_search
-from stash import fill
-from tour_frame import tour_nav
-from translations import language_of, links_to_others, made_from
-from trim_css import trim_site
-
 from minimegatron.exercises.exercise import exercises
+from pages.page_heads import set_description
+from pages.search_index import write_search
+from pages.translations import language_of, links_to_others, made_from
+from pages.trim_css import trim_site
+from source.stash import fill
+from tour.tour_frame import tour_nav
 
 ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 """As in the list that the command prints: what is quick comes first."""

@@ -2,7 +2,7 @@
 
 Run: python -m tests.benchmarks [--out docs/benchmarks] [--quick] [NAME ...], or `make bench`. Writes
 one file per benchmark into the folder, and `summary.json` over those that are there; the
-documentation shows them (docs/tools/benchmarks_page.py). Takes about 45 minutes, during which
+documentation shows them (docs/tools/pages/benchmarks_page.py). Takes about 45 minutes, during which
 nothing else should run.
 """
 

@@ -1,7 +1,7 @@
 """What every benchmark prints and keeps: tables, claims, and the machine they come from.
 
 Called by: each benchmark's `main`. The file that `--json` writes is what the documentation shows
-(docs/tools/benchmarks_page.py), so it holds all of it: the command, the machine, the columns with
+(docs/tools/pages/benchmarks_page.py), so it holds all of it: the command, the machine, the columns with
 how to write their numbers, the rows.
 """
 

@@ -131,7 +131,7 @@ def test_the_demo_that_is_timed_is_that_of_the_makefile():
 
 def test_page_shows_commands_tables_and_claims(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "tools")
-    page = importlib.import_module("benchmarks_page")
+    page = importlib.import_module("pages.benchmarks_page")
     assert set(page.TITLES) == set(NAMES)
     assert "make bench" in page.benchmarks_page(tmp_path)
     argv = ["--json", str(tmp_path / "paced.json")]

@@ -21,15 +21,15 @@ from tests.conformance.megatron import megatron_module
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
-record_left_out = importlib.import_module("record_left_out")
-rosetta = importlib.import_module("rosetta")
-rosetta_names = importlib.import_module("rosetta_names")
-signatures = importlib.import_module("signatures")
+record_left_out = importlib.import_module("records.left_out")
+rosetta = importlib.import_module("rosetta.rosetta")
+rosetta_names = importlib.import_module("rosetta.rosetta_names")
+signatures = importlib.import_module("rosetta.signatures")
 
 
 @pytest.fixture(scope="module")
 def package():
-    return importlib.import_module("package").Package.read()
+    return importlib.import_module("source.package").Package.read()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_names_and_parameters_are_megatrons(entries):
 
 
 def test_a_counterpart_outside_the_package_is_in_the_repository(entries):
-    """After a counterpart was renamed: record_megatron.py --repository."""
+    """After a counterpart was renamed: record.py megatron-core --repository."""
     recorded = rosetta.Record().repository
     named = {entry.counterpart for entry in entries} - {""}
     others = {name for name in named if not name.startswith("megatron.core.")}
@@ -96,7 +96,7 @@ def test_every_note_is_of_a_symbol_that_exists(entries):
 def test_the_record_is_that_of_the_installed_package(entries):
     """After another release was installed, or a counterpart renamed: make rosetta."""
     recorder, recorded = (
-        importlib.import_module("record_megatron"),
+        importlib.import_module("records.megatron_core"),
         json.loads(rosetta.RECORD.read_text()),
     )
     try:

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def package():
     """Every module of the package, annotated."""
     with without_garbage_collection():  # a third of the time
-        return importlib.import_module("package").Package.read()
+        return importlib.import_module("source.package").Package.read()
 
 
 @pytest.fixture(scope="session")

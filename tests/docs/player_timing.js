@@ -1,5 +1,5 @@
 // Run by test_player_timing.py: node player_timing.js engine.js FOLDER < cases > answers, a line each. A case
-// has the key of a plan in FOLDER/orders*.js, or brings its own plan as docs/tools/in_browser.py writes it.
+// has the key of a plan in FOLDER/orders*.js, or brings its own plan as docs/tools/player/in_browser.py writes it.
 "use strict";
 const path = require("path"), fs = require("fs");
 require(process.argv[2]);

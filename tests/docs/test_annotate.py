@@ -9,9 +9,9 @@ import pytest
 
 from tests.docs.conftest import ROOT
 
-annotate = importlib.import_module("annotate")
-source_pages = importlib.import_module("source_pages")
-stash_module = importlib.import_module("stash")
+annotate = importlib.import_module("source.annotate")
+source_pages = importlib.import_module("pages.source_pages")
+stash_module = importlib.import_module("source.stash")
 
 EXAMPLE = '''"""About the module."""
 
@@ -164,18 +164,18 @@ def test_importing_nothing():
 @pytest.mark.parametrize(
     "name",
     [
-        "annotate",
-        "architecture",
-        "calculator",
-        "caller_lists",
-        "case_words",
-        "excerpts",
-        "kinds",
-        "memory_cases",
-        "in_browser",
-        "prose",
-        "signatures",
-        "trim_css",
+        "source.annotate",
+        "pictures.architecture",
+        "cases.calculator",
+        "source.caller_lists",
+        "cases.case_words",
+        "source.excerpts",
+        "source.kinds",
+        "cases.memory_cases",
+        "player.in_browser",
+        "source.prose",
+        "rosetta.signatures",
+        "pages.trim_css",
     ],
 )
 def test_examples_in_docstrings(name):

@@ -16,12 +16,12 @@ from tests.core.pipeline_parallel.fake_step import Case, run_programs
 from tests.docs.conftest import ROOT
 from tests.figures import figure
 
-annotate = importlib.import_module("annotate")
-caller_lists = importlib.import_module("caller_lists")
-callers = importlib.import_module("callers")
-code_html = importlib.import_module("code_html")
-package_module = importlib.import_module("package")
-receivers = importlib.import_module("receivers")
+annotate = importlib.import_module("source.annotate")
+caller_lists = importlib.import_module("source.caller_lists")
+callers = importlib.import_module("source.callers")
+code_html = importlib.import_module("source.code_html")
+package_module = importlib.import_module("source.package")
+receivers = importlib.import_module("source.receivers")
 
 PIPELINE = "minimegatron.core.pipeline_parallel."
 

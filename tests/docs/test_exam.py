@@ -14,9 +14,9 @@ from tests.docs.conftest import Watched
 from tests.docs.test_browser import violations
 from tests.docs.test_site import read
 
-exam_page = importlib.import_module("exam_page")
-macros_module = importlib.import_module("macros")
-cases_of_code = importlib.import_module("cases_of_code")
+exam_page = importlib.import_module("tour.exam_page")
+macros_module = importlib.import_module("pages.macros")
+cases_of_code = importlib.import_module("cases.tensor_cases")
 
 DOCS = Path(__file__).parents[2] / "docs"
 SUBJECTS = """Launching and groups, A stage, Tensor parallelism, Data, train_step,

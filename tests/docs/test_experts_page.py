@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-experts = importlib.import_module("cases_of_experts")
-layers = importlib.import_module("cases_of_layers")
-record_experts = importlib.import_module("record_experts")
+experts = importlib.import_module("cases.experts")
+layers = importlib.import_module("cases.layers")
+record_experts = importlib.import_module("records.expert_loads")
 
 CLOSE = 0.05
 

@@ -10,9 +10,9 @@ from minimegatron.core.ssm.mamba_config import MambaSizes
 from minimegatron.planner.ssm_costs import mamba_state_bytes
 from tests.docs.conftest import ROOT
 
-families = importlib.import_module("cases_of_families")
-states = importlib.import_module("cases_of_states")
-record = importlib.import_module("record_entered_files")
+families = importlib.import_module("cases.families")
+states = importlib.import_module("cases.states")
+record = importlib.import_module("records.entered_files")
 
 
 def cells(table: str) -> list[list[str]]:
@@ -163,5 +163,5 @@ def test_the_schedule_and_the_optimizer_are_the_same_for_all_models():
 @pytest.mark.processes
 @pytest.mark.parametrize("name", record.PROGRAMS)
 def test_the_record_is_what_a_step_enters(name):
-    """`python docs/tools/record_entered_files.py` makes it again."""
+    """`python docs/tools/record.py entered-files` makes it again."""
     assert record.entered_by(*record.PROGRAMS[name]) == states.entered()[name]

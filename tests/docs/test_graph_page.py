@@ -7,7 +7,7 @@ import pytest
 
 from minimegatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-graphs = importlib.import_module("cases_of_graphs")
+graphs = importlib.import_module("cases.graphs")
 
 
 def cells(text: str) -> list[list[str]]:

@@ -7,13 +7,12 @@ import threading
 from html import unescape
 from pathlib import Path
 
-import page_heads
 import pytest
-import redirects
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from playwright.sync_api import expect
 
+from pages import page_heads, redirects
 from tests.docs.conftest import ROOT, Watched
 from tests.docs.test_browser import violations
 

@@ -4,9 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-import held_against
 import pytest
 
+from cases import held_against
 from tests import torch_check
 
 ROOT = Path(__file__).parents[2]

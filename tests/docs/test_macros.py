@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-macros_module = importlib.import_module("macros")
+macros_module = importlib.import_module("pages.macros")
 
 ROOT = Path(__file__).parents[2]
 STEPS = "minimegatron.core.pipeline_parallel.steps"
@@ -169,7 +169,7 @@ def test_e_index_pages_count_by_macros(name):
 
 
 def test_headings_of_stages_do_not_overlap():
-    picture = importlib.import_module("cases").placement_figure(8, 4, 2)
+    picture = importlib.import_module("cases.cases").placement_figure(8, 4, 2)
     column = 92  # of `stages_picture`; 6.6 is the width of a letter in its small bold font
     heads = macros_module.re.findall(r'<text [^>]*mm-strong">([^<]*)</text>', picture)
     assert len(heads) == 16 and all(6.6 * len(words) < column for words in heads), heads

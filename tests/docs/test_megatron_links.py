@@ -1,6 +1,6 @@
 """Every link to Megatron's repository leads to a file, a line and a name that are there, at one tag.
 
-What is there was recorded from a clone: docs/tools/record_megatron_files.py.
+What is there was recorded from a clone by docs/tools/records/megatron_files.py.
 """
 
 import json
@@ -9,8 +9,8 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-import record_megatron_files as recorded
 
+from records import megatron_files as recorded
 from tests.docs.conftest import ROOT
 
 LINK = re.compile(
@@ -22,7 +22,7 @@ LINK = re.compile(
 TAG = re.compile(r"<[^>]*>")
 MACRO = re.compile(r"\{\{ megatron ([\w/.]+?)(?:#L(\d+))? \}\}(?: \(`([^`]+)`\))?")
 """In a page's source: file, line, and the name behind it."""
-RECORD_AGAIN = "python docs/tools/record_megatron_files.py CLONE"
+RECORD_AGAIN = "python docs/tools/record.py megatron-files CLONE"
 
 
 @pytest.fixture(scope="module")

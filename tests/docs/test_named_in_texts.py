@@ -6,9 +6,10 @@ The texts lie beside this repository where its authors have them; the record of 
 import sys
 from pathlib import Path
 
-import older_names
 import pytest
-from named_in_texts import main, names_in, pages_with, recorded
+
+from rosetta import older_names
+from rosetta.named_in_texts import main, names_in, pages_with, recorded
 
 ROOT = Path(__file__).parents[2]
 TEXTS = sorted((ROOT.parent / "shared" / "seeds").glob("*.txt"))
@@ -53,7 +54,7 @@ def test_each_row_of_older_names_is_for_names_of_the_texts(package):
 def test_a_name_without_a_place_is_printed(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.html"
     page.write_text("<body>grad_accs<article><p>loss_func</p></article>")
-    monkeypatch.setattr(sys, "argv", ["named_in_texts.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["tell.py names", str(tmp_path)])
     names, _ = recorded()
     assert main() == len(names) - 1
     out = capsys.readouterr().out

@@ -27,8 +27,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
-import emit_orders  # noqa: E402
-import plan_words  # noqa: E402
+from player import emit_orders, plan_words  # noqa: E402
 
 MAX_FIRST_BYTES, MAX_BYTES = 40_000, 250_000
 

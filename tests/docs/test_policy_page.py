@@ -20,7 +20,7 @@ from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.training import train_step
 from tests.ranks import run_ranks
 
-policy = importlib.import_module("cases_of_policy")
+policy = importlib.import_module("cases.policy")
 
 FLAGS = """
     --num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8

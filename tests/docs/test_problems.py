@@ -9,8 +9,8 @@ import pytest
 from minimegatron.core import parallel_state
 from minimegatron.training.utils import GPT_BATCH_KEYS, batch_keys
 
-macros_module = importlib.import_module("macros")
-problems_module = importlib.import_module("problems")
+macros_module = importlib.import_module("pages.macros")
+problems_module = importlib.import_module("tour.problems")
 
 DOCS = Path(__file__).parents[2] / "docs"
 STEMS = sorted(path.stem for path in (DOCS / "tour").glob("*.md") if path.stem != "index")

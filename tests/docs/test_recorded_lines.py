@@ -4,9 +4,9 @@ import importlib
 
 import pytest
 
-recorded_lines = importlib.import_module("recorded_lines")
-annotate = importlib.import_module("annotate").annotate
-package = importlib.import_module("package")
+recorded_lines = importlib.import_module("player.recorded_lines")
+annotate = importlib.import_module("source.annotate").annotate
+package = importlib.import_module("source.package")
 
 PATH = "minimegatron/core/steps.py"
 SOURCE = '''"""One step."""
@@ -154,7 +154,7 @@ def test_what_is_nested_keeps_its_name():
 
 
 def test_the_sentences_are_kept_with_the_recording():
-    emit = importlib.import_module("emit_player")
+    emit = importlib.import_module("player.emit_player")
     sources = [[NAME, PATH, FIRST_LINE], ["minimegatron.core.steps.gone", PATH, 1]]
     data = {
         "sources": sources,

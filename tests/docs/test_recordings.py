@@ -16,7 +16,7 @@ MAX_BYTES = 300_000
 
 @pytest.fixture(scope="module")
 def emit():
-    return importlib.import_module("emit_player")
+    return importlib.import_module("player.emit_player")
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)

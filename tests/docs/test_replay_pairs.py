@@ -15,8 +15,8 @@ from tests.trace.test_combined_recording import M, recorded  # noqa: F401 (a fix
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
-import plan_words  # noqa: E402
-import record_traces  # noqa: E402
+from player import plan_words  # noqa: E402
+from records import traces as record_traces  # noqa: E402
 
 PROGRAM = """
 globalThis.MM = { say: (name, facts) => name + JSON.stringify(facts ?? {}) };

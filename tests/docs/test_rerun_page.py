@@ -8,7 +8,7 @@ import pytest
 from minimegatron.core.rerun.states import EXITS, RerunState
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 
-reruns = importlib.import_module("cases_of_reruns")
+reruns = importlib.import_module("cases.reruns")
 
 
 def cells(text: str) -> list[list[str]]:

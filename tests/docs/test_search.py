@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import search_index
 from playwright.sync_api import Page, expect
 
+from pages import search_index
 from tests.docs.conftest import ROOT, Watched
 from tests.figures import figure, slowness
 
@@ -232,7 +232,7 @@ def test_names_in_quoted_code_are_kept():
     assert search_index.quoted_names(html) == "P2PCommunicator send_forward"
 
 
-@pytest.mark.parametrize("name", ["search_index", "page_heads"])
+@pytest.mark.parametrize("name", ["pages.search_index", "pages.page_heads"])
 def test_examples_in_docstrings(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and not result.failed

@@ -8,9 +8,9 @@ import torch
 
 from minimegatron.planner.context_costs import pairs_of_tokens
 
-rings = importlib.import_module("cases_of_rings")
-mtp = importlib.import_module("cases_of_mtp")
-sequence_pictures = importlib.import_module("sequence_pictures")
+rings = importlib.import_module("cases.rings")
+mtp = importlib.import_module("cases.mtp")
+sequence_pictures = importlib.import_module("pictures.sequence_pictures")
 
 
 def cells(table: str) -> list[list[str]]:

@@ -63,7 +63,7 @@ async def __init__(self, *, of): pass
 
 def test_pieces_of_code_are_those_of_pygments(package):
     """The site's rules come before Pygments' own, and find the same sooner."""
-    ours, theirs = importlib.import_module("code_html").Lexer, PythonLexer
+    ours, theirs = importlib.import_module("source.code_html").Lexer, PythonLexer
     for source in [TRICKY, *[page.source for page in package.pages.values()][::40]]:
         pieces = [list(lexer(ensurenl=False).get_tokens(source)) for lexer in (ours, theirs)]
         assert pieces[0] == pieces[1]

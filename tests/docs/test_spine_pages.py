@@ -7,13 +7,13 @@ import pytest
 
 from tests.docs.conftest import ROOT
 
-annotate = importlib.import_module("annotate")
-caller_lists = importlib.import_module("caller_lists")
-callers = importlib.import_module("callers")
-package_module = importlib.import_module("package")
-site_pages = importlib.import_module("site_pages")
-source_pages = importlib.import_module("source_pages")
-spine = importlib.import_module("spine")
+annotate = importlib.import_module("source.annotate")
+caller_lists = importlib.import_module("source.caller_lists")
+callers = importlib.import_module("source.callers")
+package_module = importlib.import_module("source.package")
+site_pages = importlib.import_module("pages.site_pages")
+source_pages = importlib.import_module("pages.source_pages")
+spine = importlib.import_module("source.spine")
 
 FILES = {
     "p/a.py": '''"""A."""
@@ -175,7 +175,7 @@ def test_the_index_has_every_module_once(package):
 
 
 def test_no_page_types_the_figures():
-    """They are computed: in README by `docs/tools/spine.py`, elsewhere when the site is made."""
+    """They are computed: in README by `docs/tools/source/spine.py`, elsewhere when the site is made."""
     for path in (ROOT / "docs").rglob("*.md"):
         assert not spine.SENTENCE.search(path.read_text()), path
     for name in ("index.md", "tour/index.md"):

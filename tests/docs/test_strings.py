@@ -34,7 +34,7 @@ def test_every_name_has_words(strings):
 
 def test_every_text_is_used(strings):
     """By a script, or by a page that is made with it."""
-    tools = sorted((ROOT / "docs" / "tools").glob("*.py"))
+    tools = sorted((ROOT / "docs" / "tools").rglob("*.py"))
     text = "\n".join([*map(script_text, SCRIPTS), *(path.read_text() for path in tools)])
     names = {*NAME.findall(text)}
     families = tuple(FAMILY.findall(text))
@@ -49,7 +49,7 @@ def test_no_script_has_words_of_its_own():
 
 def test_places_to_fill_in(strings, tmp_path: Path):
     """Another language may leave texts out, but fills in what the English one does."""
-    import strings as tool
+    from player import strings as tool
 
     (tmp_path / "en.json").write_text(json.dumps({"a.b": "{n} of {m}", "a.c": "one"}))
     (tmp_path / "zh.json").write_text(json.dumps({"a.b": "{m} 中的 {n}"}))

@@ -30,9 +30,9 @@ NEW_TOUR = [
 ]
 IN_MEGATRON = re.compile(r"\{\{ megatron (\S+)#L(\d+) \}\} \(`([^`]+)`\)")
 
-symptoms = importlib.import_module("cases_of_symptoms")
-one_gradient = importlib.import_module("one_gradient")
-why_times_two = importlib.import_module("why_times_two")
+symptoms = importlib.import_module("cases.symptoms")
+one_gradient = importlib.import_module("cases.one_gradient")
+why_times_two = importlib.import_module("cases.why_times_two")
 
 
 # -- The pages --
@@ -150,8 +150,8 @@ def test_quoted_words_are_those_of_the_program(page):
 
 def test_recorded_verdicts_are_of_kinds_that_the_doctor_still_knows():
     known = {getattr(findings, name) for name in dir(findings) if name.isupper()}
-    record_verdicts = importlib.import_module("record_verdicts")
-    hanging_ranks = importlib.import_module("hanging_ranks")
+    record_verdicts = importlib.import_module("records.verdicts")
+    hanging_ranks = importlib.import_module("records.hanging_ranks")
     verdicts = symptoms.verdicts()
     assert set(verdicts) == {*record_verdicts.LABS, *hanging_ranks.JOBS, symptoms.STOPPED}
     for name, one in verdicts.items():
@@ -230,7 +230,7 @@ def test_e_when_the_optimizers_bytes_come():
 
 
 def test_the_second_life_is_the_life_without_a_death():
-    record_restart = importlib.import_module("record_restart")
+    record_restart = importlib.import_module("records.restart")
     recorded = symptoms.restart()
     assert recorded["steps"] == {
         "saved": record_restart.SAVED,
@@ -375,7 +375,7 @@ def test_the_ends_are_those_that_the_page_names():
     wrong = one_gradient.follow(one_gradient.MEAN, True)
     right = one_gradient.follow(one_gradient.MEAN, False)
     assert wrong.after_unscale == pytest.approx(len(one_gradient.SUMS) * right.after_unscale)
-    cases = importlib.import_module("cases")
+    cases = importlib.import_module("cases.cases")
     assert (cases.COUNTS, cases.SUMS) == (one_gradient.COUNTS, one_gradient.SUMS)
 
 

@@ -10,15 +10,15 @@ import pytest
 
 from tests.docs.conftest import ROOT, Watched
 
-tour = importlib.import_module("tour")
-tour_frame = importlib.import_module("tour_frame")
-chain_map = importlib.import_module("chain_map")
-callers = importlib.import_module("callers")
-quotes = importlib.import_module("quotes")
-folding = importlib.import_module("folding")
-macros_module = importlib.import_module("macros")
-spine = importlib.import_module("spine")
-repository = importlib.import_module("repository")
+tour = importlib.import_module("tour.tour")
+tour_frame = importlib.import_module("tour.tour_frame")
+chain_map = importlib.import_module("tour.chain_map")
+callers = importlib.import_module("source.callers")
+quotes = importlib.import_module("source.quotes")
+folding = importlib.import_module("source.folding")
+macros_module = importlib.import_module("pages.macros")
+spine = importlib.import_module("source.spine")
+repository = importlib.import_module("pages.repository")
 
 PAGES = tour.read_tour()
 CHAIN = tour.read_chain()

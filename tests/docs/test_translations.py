@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import translations
+from pages import translations
 
 
 def test_a_page_says_which_text_it_was_made_from(site: Path):

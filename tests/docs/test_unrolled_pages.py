@@ -21,7 +21,7 @@ MANY = ("1f1b-paced", "zero1", "combined-paced")
 
 @pytest.fixture(scope="module")
 def pages():
-    return importlib.import_module("unrolled_pages")
+    return importlib.import_module("pages.unrolled_pages")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def site_page(browser, address: str) -> Iterator[Page]:
 def test_there_is_one_of_each_kind(pages) -> None:
     found = pages.read_unrolled()
     assert list(found)[: len(pages.FIRST)] == list(pages.FIRST)
-    assert set(found) == set(importlib.import_module("emit_player").read_recordings())
+    assert set(found) == set(importlib.import_module("player.emit_player").read_recordings())
     assert {name: len(data["ranks"]) for name, data in found.items()} == {
         name: int(re.search(r"--nproc-per-node (\d+)", data["provenance"]["command"])[1])
         for name, data in found.items()
@@ -120,8 +120,12 @@ def test_a_planted_change_is_shown_as_such(pages, package) -> None:
 
     def links(edit) -> tuple[dict, list]:
         page = package.pages[module]
-        annotated = importlib.import_module("annotate").annotate(page.path, edit(page.source))
-        edited = importlib.import_module("package").Package(package.pages | {module: annotated})
+        annotated = importlib.import_module("source.annotate").annotate(
+            page.path, edit(page.source)
+        )
+        edited = importlib.import_module("source.package").Package(
+            package.pages | {module: annotated}
+        )
         explained = pages.explain("one-rank", data, edited)
         return explained["links"][number], explained["functions"][number]
 

@@ -4,7 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
-macros_module = importlib.import_module("macros")
+macros_module = importlib.import_module("pages.macros")
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/walkthroughs.md"
@@ -125,7 +125,7 @@ def _names(cell: str) -> set[str]:
 
 def test_the_six_parameters_of_the_launch_scripts_text():
     """Two buffers in each case, where its code would make one of fp32 sums."""
-    import cases_of_buffers as buffers
+    from cases import buffers
 
     assert [buffers.count(wide) for wide in (False, True)] == [2, 2]
     assert [buffers.count_by_gradient(wide) for wide in (False, True)] == [2, 1]

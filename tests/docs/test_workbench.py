@@ -16,8 +16,8 @@ from minimegatron.planner.simulator import Costs, simulate
 from tests.docs.conftest import Watched
 from tests.planner.known_orders import dualpipe_v, dualpipe_v_words, registered, zb_h1
 
-browser_python = importlib.import_module("browser_python")
-in_browser = importlib.import_module("in_browser")
+browser_python = importlib.import_module("player.browser_python")
+in_browser = importlib.import_module("player.in_browser")
 
 ALL_FORWARDS = """
 def mine(stage):

@@ -99,7 +99,7 @@ def _say(text: str) -> None:
 def _write_page(report: Path, folder: Path) -> Path | str:
     """The page; what is wrong with it must not take the report along."""
     try:
-        from gpu_page import write_gpu_page
+        from cases.gpu_page import write_gpu_page
 
         folder.mkdir(parents=True, exist_ok=True)
         return write_gpu_page(folder, report)

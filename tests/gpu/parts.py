@@ -1,7 +1,7 @@
 """The parts of the check, in their order: the most telling ones first.
 
-Read by: `__main__` and `report`, tests/gpu/test_parts.py, docs/tools/gpu_page.py. It imports nothing of
-the project and no torch.
+Read by: `__main__` and `report`, tests/gpu/test_parts.py, docs/tools/cases/gpu_page.py. It imports
+nothing of the project and no torch.
 """
 
 from typing import NamedTuple

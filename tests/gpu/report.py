@@ -1,7 +1,7 @@
 """Runs parts, each in a process of its own, shows what each found, and keeps it for the report.
 
-Called by: `__main__`. Calls: `processes`, which runs `run_part`. docs/tools/gpu_page.py says what a
-report says. Imports no torch: a part, or torch itself, may crash or hang, and the report is written.
+Called by: `__main__`. Calls: `processes`, which runs `run_part`. docs/tools/cases/gpu_page.py says what
+a report says. Imports no torch: a part, or torch itself, may crash or hang, and the report is written.
 """
 
 import contextlib

@@ -63,7 +63,7 @@ from tests.gpu import __main__, report
 assert "torch" not in sys.modules, "the check itself imports torch"
 for module in sorted({part.run.partition(":")[0] for part in PARTS}):
     importlib.import_module(f"tests.gpu.{module}")
-import gpu_page
+from cases import gpu_page
 gpu_page.gpu_page(gpu_page.REPORT, gpu_page.planned_parts())
 """
 

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import gpu_page
 import pytest
 
+from cases import gpu_page
 from tests.gpu import __main__ as command
 from tests.gpu import planted, report
 from tests.gpu.parts import PARTS, Part

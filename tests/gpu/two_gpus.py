@@ -237,7 +237,7 @@ def planted_hangs(place: Place) -> Iterator[Finding]:
 def notebooks(place: Place) -> Iterator[Finding]:
     """Every notebook with 1, 2 and 8 GPUs in sight, as far as they are here."""
     # Jupyter's libraries take seconds, which each rank of the other parts would wait for too.
-    from notebook_runs import ANSI, executing, sources
+    from pages.notebook_runs import ANSI, executing, sources
 
     paths = [path for path in sources() if not place.is_quick or path.name.startswith("02_")]
     counts = [count for count in (1, 2, 8) if count <= place.num_gpus] or [0]

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
-from notebook_runs import executing, sources  # noqa: E402
+from pages.notebook_runs import executing, sources  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook_runs import ROOT, sources
 from playwright.sync_api import Browser, Page
 
+from pages.notebook_runs import ROOT, sources
 from tests.figures import figure, slowness
 from tests.notebooks.test_notebooks import SECONDS
 from tests.test_launcher import wait_until_gone

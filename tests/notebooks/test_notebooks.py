@@ -15,13 +15,12 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-import notebook_pages
-import notebook_runs
 import pytest
-from notebook_runs import ROOT, sources
 
 from minimegatron.notebook import predictions
 from minimegatron.notebook.wide_text import in_frame
+from pages import notebook_pages, notebook_runs
+from pages.notebook_runs import ROOT, sources
 from tests.figures import figure, slowness
 
 SECONDS = 60
@@ -41,7 +40,7 @@ each_notebook = pytest.mark.parametrize("path", sources(), ids=lambda path: path
 def test_pair_agrees(path):
     pair = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     assert notebook_runs.same_cells(jupytext.read(path), pair), (
-        f"{path.name} was edited alone; run: python docs/tools/notebook_runs.py --pairs"
+        f"{path.name} was edited alone; run: python docs/tools/record.py notebooks --pairs"
     )
 
 

@@ -3,8 +3,8 @@
 from fractions import Fraction
 
 import pytest
-from short_warmup import both_warmups, makespan
 
+from cases.short_warmup import both_warmups, makespan
 from minimegatron.planner.actions import ACTIVATION, GRADIENT
 from minimegatron.planner.formulas import (
     bubble_formulas,

@@ -1,0 +1,1 @@
+"""Functions of the package and records come in; numbers, tables and figures of pages go out."""

@@ -1,0 +1,1 @@
+"""docs/, notebooks, exercises and what the other rooms make come in; pages for MkDocs go out."""

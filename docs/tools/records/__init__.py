@@ -1,0 +1,1 @@
+"""Real runs and Megatron's own source come in; JSON files that pages read go out."""

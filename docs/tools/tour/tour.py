@@ -1,0 +1,243 @@
+"""The tour: its pages, how long each takes to read, the paths through them, the chain they follow.
+
+Called by: all that speaks of the tour. Run by hand, `python docs/tools/tell.py minutes` prints the
+minutes. Calls: `quotes`, for the code that a page shows; `spine`.
+
+A page takes as long as its words, the lines of code that are not folded, its pictures and its player;
+docs/tour.toml has the speeds. Questions count, their answers too; worked problems do not.
+"""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+from source.package import Package, Place
+from source.places import DOCS
+from source.quotes import read_quote
+from source.spine import lines_per_minute, read_spine
+
+LIST = DOCS / "tour.toml"
+FOLDER = DOCS / "tour"
+
+
+class Page(NamedTuple):
+    """One page of the tour."""
+
+    number: int
+    """From 1."""
+    page: str
+    """Its file, without the ending."""
+    section: str
+    link: str
+    """The link of the chain that it is about."""
+    why_next: str
+    aside: bool = False
+    """Whether the paths through the tour leave it out, but for the longest."""
+
+    @property
+    def text(self) -> str:
+        return (FOLDER / f"{self.page}.md").read_text()
+
+    @property
+    def title(self) -> str:
+        """Of its first heading, with code in backticks; of its head, if the heading has a macro."""
+        heading = re.search(r"^# (.+)$", self.text, re.MULTILINE)[1]
+        return (
+            re.search(r"^title: (.+)$", self.text, re.MULTILINE)[1] if "{{" in heading else heading
+        )
+
+    @property
+    def question(self) -> str:
+        """What the page answers."""
+        return re.search(r'class="mm-question"[^>]*>(.+?)</div>', self.text, re.DOTALL)[1].strip()
+
+
+class Route(NamedTuple):
+    """A path through the tour that fits a time. Each begins with the first page."""
+
+    name: str
+    what: str
+    most_minutes: int | None = None
+    last: str | None = None
+    """Its last page; None for all pages."""
+    asides: bool = False
+    """Whether it has the pages that the others leave out."""
+    spine: bool = False
+    """Whether the files of the spine come after the pages."""
+
+
+class Call(NamedTuple):
+    """One link of the chain; see docs/tour.toml."""
+
+    name: str
+    symbol: str
+    page: str
+    under: str | None = None
+    calls: str | None = None
+    inside: str | None = None
+
+
+@cache
+def read_tour() -> tuple[Page, ...]:
+    """The pages, in their order."""
+    pages = _list()["pages"]
+    return tuple(Page(number, **page) for number, page in enumerate(pages, start=1))
+
+
+@cache
+def read_routes() -> tuple[Route, ...]:
+    """The paths, the shortest first."""
+    return tuple(Route(**path) for path in _list()["paths"])
+
+
+@cache
+def read_chain() -> dict[str, Call]:
+    """The links by name, in the order in which they are called."""
+    return {call["name"]: Call(**call) for call in _list()["chain"]}
+
+
+@cache
+def _list() -> dict:
+    return tomllib.loads(LIST.read_text())
+
+
+def page_of(docs_path: str) -> Page | None:
+    """The page whose file is `tour/NAME.md`; None for any other file."""
+    return next((page for page in read_tour() if docs_path == f"tour/{page.page}.md"), None)
+
+
+def page_after(page: Page) -> Page | None:
+    """The page that follows; None at the end."""
+    return read_tour()[page.number] if page.number < len(read_tour()) else None
+
+
+def pages_of(route: Route) -> Sequence[Page]:
+    """What the path has one read, from the first page on."""
+    pages = [page for page in read_tour() if route.asides or not page.aside]
+    if route.last is None:
+        return pages
+    names = [page.page for page in pages]
+    return pages[: names.index(route.last) + 1]
+
+
+def place_of(package: Package, call: Call) -> Place:
+    """Where the link is defined. Raises ValueError if the package has no such name."""
+    place = package.find(call.symbol)
+    if place is None or call.symbol != ".".join(filter(None, (place.page.module, place.symbol))):
+        raise ValueError(f"docs/tour.toml: the package does not define {call.symbol}")
+    return place
+
+
+# -- Minutes --
+
+
+class Speeds(NamedTuple):
+    """How fast a reader is assumed to be."""
+
+    words_per_minute: int
+    minutes_per_picture: float
+    minutes_per_player: int
+
+
+@cache
+def read_speeds() -> Speeds:
+    """Those of docs/tour.toml; lines of code have theirs in `spine.lines_per_minute`."""
+    return Speeds(*(_list()[name] for name in Speeds._fields))
+
+
+class Amount(NamedTuple):
+    """What a page gives to read."""
+
+    words: int
+    code_lines: int
+    pictures: int
+    players: int
+
+    @property
+    def minutes(self) -> int:
+        """Whole minutes, rounded up."""
+        speeds = read_speeds()
+        return ceil(
+            self.words / speeds.words_per_minute
+            + self.code_lines / lines_per_minute()
+            + self.pictures * speeds.minutes_per_picture
+            + self.players * speeds.minutes_per_player
+        )
+
+
+MACRO = re.compile(r"\{\{ (\w+)(?: ((?:(?! \}\}).)+))? \}\}")
+
+
+@cache
+def amount_of(page: Page, package: Package) -> Amount:
+    """Counted in the page's source."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", page.text, flags=re.DOTALL)
+    found = [(macro[1], macro[2] or "") for macro in MACRO.finditer(text)]
+    kinds = [kind for kind, _ in found]
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text, num_formulas = re.subn(r"\$\$.+?\$\$", "", text, flags=re.DOTALL)
+    text = re.sub(r"</?\w[^>]*>", "", MACRO.sub(_words_of_macro, text))
+    return Amount(
+        words=len([word for word in text.split() if re.search(r"\w", word)]),
+        code_lines=sum(
+            read_quote(package, code).num_shown for kind, code in found if kind == "code"
+        ),
+        pictures=sum(map(kinds.count, ("figure", "table", "run"))) + num_formulas,
+        players=sum(map(kinds.count, ("player", "replay"))),
+    )
+
+
+def _words_of_macro(macro: re.Match) -> str:
+    """What of a macro is read as words of the text."""
+    kind, argument = macro[1], macro[2] or ""
+    if kind in ("value", "link"):
+        return argument.partition(" | ")[2] or "one"
+    if kind == "term":
+        return argument.partition(" | ")[2] or argument
+    return argument.partition(" | ")[2] if kind in ("figure", "practice") else ""
+
+
+def minutes_of(page: Page, package: Package) -> int:
+    """How long the page takes."""
+    return amount_of(page, package).minutes
+
+
+def minutes_of_route(route: Route, package: Package) -> int:
+    """The sum over its pages, and over the spine's files where it has them."""
+    pages = sum(minutes_of(page, package) for page in pages_of(route))
+    return pages + (sum(link.minutes for link in read_spine()) if route.spine else 0)
+
+
+def time_words(minutes: int) -> str:
+    """
+    >>> time_words(58), time_words(60), time_words(205)
+    ('58 minutes', '1 hour', '3 hours 25 minutes')
+    """
+    hours, rest = divmod(minutes, 60)
+    parts = [
+        f"{number} {unit}{'s' * (number != 1)}"
+        for number, unit in ((hours, "hour"), (rest, "minute"))
+        if number
+    ]
+    return " ".join(parts) or "0 minutes"
+
+
+def report(package: Package) -> str:
+    """The minutes of all pages and paths, and what they are counted from."""
+    lines = []
+    for page in read_tour():
+        found = amount_of(page, package)
+        counted = ", ".join(f"{number} {name}" for name, number in found._asdict().items())
+        lines.append(f"{page.number:3} {page.page:26} {found.minutes:3} minutes: {counted}")
+    for route in read_routes():
+        time = time_words(minutes_of_route(route, package))
+        lines.append(f"{route.name}: {len(pages_of(route))} pages, {time}")
+    return "\n".join(lines).replace("_", " ")
+
+
+def main() -> None:
+    """Prints the minutes."""
+    print(report(Package.read()))
