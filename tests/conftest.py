@@ -99,9 +99,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: at the end, no worker waits for one that began late."""
     for item in items:
         file, _, name = item.nodeid.removeprefix("tests/").partition("::")
-        if file in LEFT_TO_FULL:
-            if any(matches(pattern, name) for pattern in LEFT_TO_FULL[file]["tests"]):
-                item.add_marker("full")
+        left = LEFT_TO_FULL.get(file, {"tests": ()})["tests"]
+        if any(matches(pattern, name) for pattern in left):
+            item.add_marker("full")
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
 

@@ -1,27 +1,33 @@
-"""Runs modules on patched copies of the package, each in a fork of one process that knows torch.
+"""Runs modules on a patched package, each in a fork of one process that has imported it and torch.
 
 Started by `tests/test_mutations.py`, as a script. A fresh interpreter would spend four seconds on
-imports for a probe that takes half of one. Nothing of minimegatron may be imported here: each job
-brings its own.
+imports for a probe that takes half of one. In the fork, functions of the patched file get the code
+that the patch gives them; see `swap_code`. A job with a "folder" brings a package of its own instead,
+and imports that.
 
-One job a line on standard input, {"folder", "module", "arguments", "output", "timeout"}; one line on
-standard output when it is done: its exit code, -9 if it took too long. What it printed is in the
-file "output".
+One job a line on standard input, {"folder", "file", "text", "module", "arguments", "output",
+"timeout"}; one line on standard output when it is done: its exit code, -9 if it took too long. What it
+printed is in the file "output".
 """
 
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import multiprocessing.util
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import tempfile
 import time
 import traceback
+import types
+from collections import Counter, defaultdict
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import hypothesis  # noqa: F401
@@ -31,6 +37,67 @@ import torch
 import torch._dynamo
 import torch.distributed
 
+ROOT = Path(__file__).parents[1]
+PARTS = ("backend", "core", "doctor", "launching", "planner", "rl", "tracing", "training")
+"""Parts of the package that probes are about."""
+
+
+def import_the_package() -> None:
+    """What probes import, so that forks need not; without tests themselves, which pytest rewrites."""
+    sys.path.insert(0, str(ROOT))
+    for part in PARTS:
+        folder = ROOT / "minimegatron" / part
+        for module in pkgutil.walk_packages([str(folder)], f"minimegatron.{part}."):
+            importlib.import_module(module.name)
+    for path in sorted((ROOT / "tests").glob("parity*.py")):
+        importlib.import_module(f"tests.{path.stem}")
+    for path in sorted((ROOT / "minimegatron").glob("*.py")):
+        importlib.import_module(f"minimegatron.{path.stem}".removesuffix(".__init__"))
+    importlib.import_module("tests.preloaded")
+    gc.collect()
+    for thing in gc.get_objects():
+        if isinstance(thing, types.FunctionType):
+            functions_of[thing.__code__.co_filename].append(thing)
+
+
+functions_of: defaultdict[str, list[types.FunctionType]] = defaultdict(list)
+"""By file. A fork that looked through all objects would copy all memory."""
+
+
+def swap_code(file: str, text: str) -> None:
+    """Every function of `file` runs what the text says from now on, whoever holds the function.
+
+    The text may differ from the file within functions alone: what a module does while it is imported
+    has been done.
+    """
+    path = str(ROOT / "minimegatron" / file)
+    old, new = (_codes(compile(words, path, "exec")) for words in (Path(path).read_text(), text))
+    instead = {(key[0], old[key].co_firstlineno): code for key, code in new.items() if key in old}
+    for function in functions_of[path]:
+        code = function.__code__
+        function.__code__ = instead.get((code.co_qualname, code.co_firstlineno), code)
+
+
+def _codes(module: types.CodeType) -> dict[tuple[str, int], types.CodeType]:
+    """Qualified name, and which of that name it is in the file -> the code of a function or class."""
+    found: dict[tuple[str, int], types.CodeType] = {}
+    number: Counter[str] = Counter()
+    todo = [module]
+    while todo:
+        code = todo.pop()
+        found[code.co_qualname, number[code.co_qualname]] = code
+        number[code.co_qualname] += 1
+        todo += [one for one in code.co_consts if isinstance(one, types.CodeType)][::-1]
+    return found
+
+
+def forget_the_package() -> None:
+    """The next import of it, or of the tests' modules, reads files again."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("minimegatron", "tests"):
+            del sys.modules[name]
+    sys.path.remove(str(ROOT))
+
 
 def run(job: dict[str, Any], sockets: str) -> int:
     """In the fork: the module as `python -m` would run it; returns the exit code.
@@ -39,13 +106,18 @@ def run(job: dict[str, Any], sockets: str) -> int:
     """
     os.setpgid(0, 0)
     multiprocessing.current_process()._config["tempdir"] = sockets
-    gc.freeze()  # what came with the fork is never garbage
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.chdir(job["folder"])
-    sys.path.insert(0, job["folder"])
+    folder = job["folder"] or str(ROOT)
+    if job["folder"]:
+        forget_the_package()
+        sys.path.insert(0, folder)
+    elif job["file"]:
+        swap_code(job["file"], job["text"])
+    gc.freeze()  # what came with the fork is never garbage
+    os.chdir(folder)
     sys.argv = [job["module"], *job["arguments"]]
     start_forkserver()
     try:
@@ -101,6 +173,7 @@ def wait(pid: int, timeout: float) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)  # threads of a pool would not survive the fork
+    import_the_package()
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryDirectory(prefix="mutation-") as sockets:

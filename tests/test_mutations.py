@@ -14,10 +14,11 @@ import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
+from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault, patched
 from minimegatron.exercises.labs.labs import PACKAGE
 from tests.mutations_of_backend import CAUGHT_OF_BACKEND
 from tests.mutations_of_lines import CAUGHT_OF_LINES
@@ -183,6 +184,14 @@ CAUGHT_BY = {
 }
 
 
+class Patch(NamedTuple):
+    """What a probe runs on: a package in a folder, or this one with another text of a file."""
+
+    folder: str = ""
+    file: str = ""
+    text: str = ""
+
+
 class Runner:
     """A process that runs probes, one at a time, in forks of itself; see `mutation_runner`."""
 
@@ -200,11 +209,14 @@ class Runner:
             text=True,
         )
 
-    def run(self, probe: tuple[str, ...], folder: Path) -> tuple[int, str]:
-        """The probe on the copy of the package in `folder`: exit code, and what it printed."""
+    def run(self, probe: tuple[str, ...], folder: Path, patch: Patch) -> tuple[int, str]:
+        """The probe: exit code, and what it printed.
+
+        On what the patch says; the output is kept in `folder`.
+        """
         pytest_options = ["-x", "-q", "-p", "no:cacheprovider"] if probe[0] == "pytest" else []
         job = {
-            "folder": os.fspath(folder),
+            **patch._asdict(),
             "module": probe[0],
             "arguments": [*probe[1:], *pytest_options],
             "output": os.fspath(folder / "output.txt"),
@@ -232,10 +244,12 @@ def runners():
         runner.close()
 
 
-def run_probe(probe: tuple[str, ...], folder: Path, runners: queue.Queue) -> tuple[int, str]:
+def run_probe(
+    probe: tuple[str, ...], folder: Path, runners: queue.Queue, patch: Patch
+) -> tuple[int, str]:
     runner = runners.get()
     try:
-        return runner.run(probe, folder)
+        return runner.run(probe, folder, patch)
     finally:
         runners.put(runner)
 
@@ -260,10 +274,23 @@ def link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+IMPORTED_ANEW = (
+    "handed-over-to-the-next-rank",
+    "experts-in-dense-buffer",
+    "mean-of-microbatches",
+)
+"""Faults in what a module does while it is imported; their probes import a copy of the package."""
+
+
 def run_broken(fault: Fault, folder: Path, runners: queue.Queue) -> tuple[int, str]:
-    copy_with_tests(folder, fault.file)
-    apply_fault(fault, folder / "minimegatron")
-    done = run_probe(CAUGHT_BY[fault.name][0], folder, runners)
+    probe, _ = CAUGHT_BY[fault.name]
+    if fault.name in IMPORTED_ANEW:
+        copy_with_tests(folder, fault.file)
+        apply_fault(fault, folder / "minimegatron")
+        patch = Patch(folder=os.fspath(folder))
+    else:
+        patch = Patch(file=fault.file, text=patched((PACKAGE / fault.file).read_text(), fault))
+    done = run_probe(probe, folder, runners, patch)
     shutil.rmtree(folder)
     return done
 
@@ -306,8 +333,9 @@ def test_the_cases_of_the_probes_equal_one_process(world, tmp_path_factory):
 
 def test_a_probe_passes_without_a_fault(tmp_path, runners):
     copy_with_tests(tmp_path, "core/utils.py")
-    code, output = run_probe(DP, tmp_path, runners)
-    assert code == 0, output
+    for patch in (Patch(), Patch(folder=os.fspath(tmp_path))):
+        code, output = run_probe(DP, tmp_path, runners, patch)
+        assert code == 0, output
 
 
 def test_a_patch_that_no_longer_fits_is_told(tmp_path):

@@ -113,7 +113,7 @@ def test_main_pages(opened, name):
         assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.full)])
 def test_other_pages(opened, address, site: Path, every: int):
     """Of annotated modules and of the reference, which are made alike, only some."""
     names = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))]

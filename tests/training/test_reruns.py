@@ -207,10 +207,23 @@ KINDS = {
 }
 
 
-def once_and_twice() -> dict:
-    """In a rank of two: each kind of step, plain and with each step run twice."""
+LEFT_TO_FULL = (
+    "t=2, dropout",
+    "interleaving with overlap",
+    "a planned schedule",
+    "experts with biases",
+    "fp16",
+    "recompute",
+    "torch's DDP",
+)
+"""Much of each is in another kind."""
+
+
+def once_and_twice(names: list[str]) -> dict:
+    """In a rank of two: kinds of step, plain and with each step run twice."""
     found = {}
-    for name, flags in KINDS.items():
+    for name in names:
+        flags = KINDS[name]
         plain = run(f"{flags} --train-iters 3", Fault(iteration=0))
         twice = run(f"{flags} {TWICE}", Fault(iteration=0))
         found[name] = (plain, twice)
@@ -218,11 +231,21 @@ def once_and_twice() -> dict:
 
 
 @pytest.fixture(scope="module")
-def kinds() -> list[dict]:
-    return run_ranks(once_and_twice, 2, timeout=300)
+def kinds(request) -> list[dict]:
+    """By rank, of the kinds that this session asks for."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {call.params["name"] for call in asked if call and "name" in call.params}
+    wanted = [name for name in KINDS if name in names]
+    return run_ranks(once_and_twice, 2, wanted, timeout=300)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name in LEFT_TO_FULL else [])
+        for name in KINDS
+    ],
+)
 def test_a_repeated_step_gives_the_same(kinds, name):
     for rank in kinds:
         plain, twice = rank[name]

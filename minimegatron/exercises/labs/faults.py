@@ -5,10 +5,10 @@ The labs apply one to a copy of the package and let the student predict what bre
 rot. Megatron has no counterpart. The tour's pages cite threads about several of these mistakes.
 """
 
-from minimegatron.exercises.labs.fault import Fault, apply_fault
+from minimegatron.exercises.labs.fault import Fault, apply_fault, patched
 from minimegatron.exercises.labs.other_faults import OTHER_FAULTS
 
-__all__ = ["FAULTS", "FORMER_NAMES", "Fault", "apply_fault"]
+__all__ = ["FAULTS", "FORMER_NAMES", "Fault", "apply_fault", "patched"]
 
 FORMER_NAMES = {"shape-of-another-direction": "full-sequence-buffer"}
 """Names that labs had once: students' folders and lecture notes have them."""
