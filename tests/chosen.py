@@ -1,0 +1,125 @@
+"""Runs the tests that a change needs, in under two minutes: `make test FILE=...`, `make test CHANGED=1`.
+
+    python -m tests.chosen --file minimegatron/core/pipeline_parallel/schedules.py
+    python -m tests.chosen --changed HEAD
+
+Which tests enter a file is in entered.json (`entering` records it). First come tests whose own file
+has changed, then those of the file that is named after a changed one, then those that enter the fewest
+other files: they say most about it. When the time is full, the rest is left to `make test`, and the
+command says how much that is.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.checkout import git
+from tests.entering import RECORD, ROOT
+
+SECONDS = 150.0
+"""Of all chosen tests together, as recorded; two or three run at a time."""
+SECONDS_OF_A_FAULT = 1.5
+ALWAYS = ("tests/test_house.py", "tests/test_table.py")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Names of tests for pytest, and of how many in all."""
+
+    names: list[str]
+    num_entering: int
+    seconds: float
+    seconds_of_all: float
+
+
+def changed_files(since: str) -> list[str]:
+    """Files that differ from a commit, with those that git does not know yet.
+
+    From `HEAD`, where nothing differs: what the last commit changed.
+    """
+    differ = git("diff", "--name-only", since).splitlines()
+    new = git("ls-files", "--others", "--exclude-standard").splitlines()
+    if since == "HEAD" and not differ + new:
+        differ = git("diff", "--name-only", "HEAD~1").splitlines()
+    return sorted({*differ, *new})
+
+
+def is_named_after(test_file: str, path: str) -> bool:
+    """Whether `tests/core/test_steps.py` is there for `minimegatron/core/steps.py`.
+
+    >>> is_named_after("tests/planner/test_plan.py", "minimegatron/planner/plan.py")
+    True
+    """
+    return Path(test_file).stem == f"test_{Path(path).stem}"
+
+
+def choose(files: list[str], record: dict, seconds: float = SECONDS) -> Chosen:
+    """The tests to run for changed files, most telling first, as many as the time allows."""
+    number = {path: place for place, path in enumerate(record["files"])}
+    wanted = {number[path] for path in files if path in number}
+    tests_changed = {path for path in files if re.search(r"tests/.*test_\w+\.py$", path)}
+    found = []
+    for name, (takes, entered) in record["tests"].items():
+        file = name.partition("::")[0]
+        named = any(is_named_after(file, path) for path in files)
+        if file in tests_changed or named or not wanted.isdisjoint(entered):
+            found.append((file not in tests_changed, not named, len(entered), takes, name))
+    found += [(True, True, 0, SECONDS_OF_A_FAULT, name) for name in faults_in(files)]
+    names, total = [], 0.0
+    for *_, takes, name in sorted(found):
+        if total + takes <= seconds:
+            names.append(name)
+            total += takes
+    known = {name.partition("::")[0] for name in record["tests"]}
+    unknown = [path for path in tests_changed - known if (ROOT / path).is_file()]
+    return Chosen([*unknown, *names], len(found), total, sum(takes for *_, takes, _ in found))
+
+
+def faults_in(files: list[str]) -> Iterator[str]:
+    """The mutation tests whose mistake is made in one of the files."""
+    from minimegatron.exercises.labs.faults import FAULTS
+
+    for fault in FAULTS:
+        if f"minimegatron/{fault.file}" in files:
+            yield f"tests/test_mutations.py::test_the_fault_is_noticed[{fault.name}]"
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command; what it does not know goes to pytest."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--file", action="append", default=[], help="a file that has changed")
+    parser.add_argument("--changed", metavar="COMMIT", help="files that differ from this commit")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--list", action="store_true", help="print the tests, run none")
+    args, rest = parser.parse_known_args(words)
+    files = [*args.file, *(changed_files(args.changed) if args.changed else [])]
+    missing = [path for path in args.file if not (ROOT / path).is_file()]
+    if missing or not files:
+        print(f"no such file: {', '.join(missing)}" if missing else "nothing has changed")
+        return 2
+    record = json.loads(RECORD.read_text())
+    chosen = choose(files, record, args.seconds)
+    print(
+        f"{len(files)} changed, {chosen.num_entering} tests enter them (about "
+        f"{chosen.seconds_of_all:.0f} s); {len(chosen.names)} of those are run (about "
+        f"{chosen.seconds:.0f} s), and the rules of the house. All: make test"
+    )
+    names = [*chosen.names, *(name for name in ALWAYS if name not in chosen.names)]
+    if args.list:
+        print("\n".join(names))
+        return 0
+    import pytest
+
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(names))
+        file.flush()
+        return int(pytest.main(["-v", *rest, f"@{file.name}"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

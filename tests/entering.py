@@ -1,0 +1,178 @@
+"""Records which files of this repository each test enters or reads, into entered.json, for `chosen`.
+
+    make test-map    or    python -m tests.entering [arguments of pytest]
+
+Every Python process of such a run notes the file of each function that it calls and each file that it
+opens, with the test for which it works: ranks, programs, exercise rooms too, since a `.pth` file starts
+the notes in each interpreter of `.venv`. What a test's fixtures enter counts for all tests of its file:
+the first one alone has set them up.
+"""
+
+import argparse
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "tests" / "entered.json"
+FOLDER = "MINIMEGATRON_ENTERED"
+"""The variable with the folder of the notes; without it nothing is noted."""
+TIMES, NOTES = "times", "notes"
+
+
+class Notes:
+    """What this process has noted, with the test that pytest names in the environment."""
+
+    def __init__(self, folder: str):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._file = os.open(os.path.join(folder, NOTES), flags, 0o666)
+        self._own = f"{ROOT}/"
+        self._not_ours = tuple(f"{ROOT}/{name}/" for name in (".venv", ".git", "build", "site"))
+        self._codes: set[int] = set()
+        self._paths: set[str] = set()
+        self._test = ""
+
+    def enter(self, frame: FrameType, event: str, argument: Any) -> None:
+        """For `sys.settrace`: a function begins. None: its lines are not traced."""
+        code = frame.f_code
+        if id(code) not in self._codes:
+            self.note(code.co_filename)
+            self._codes.add(id(code))
+
+    def hear(self, event: str, arguments: tuple) -> None:
+        """For `sys.addaudithook`."""
+        if event == "open" and isinstance(arguments[0], str):
+            self.note(os.path.abspath(arguments[0]))
+
+    def note(self, path: str) -> None:
+        """Once for each test."""
+        if not path.startswith(self._own) or path.startswith(self._not_ours):
+            return
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        if test != self._test:
+            self._codes.clear()
+            self._paths.clear()
+            self._test = test
+        if path not in self._paths:
+            self._paths.add(path)
+            os.write(self._file, f"{test}\t{path.removeprefix(self._own)}\n".encode())
+
+    def forget(self) -> None:
+        """The next test enters its files itself."""
+        self._codes.clear()
+
+
+def start() -> Callable[[], None] | None:
+    """Begins the notes of this process, if a run asks for them; returns what forgets them."""
+    folder = os.environ.get(FOLDER)
+    if not folder or not os.path.isdir(folder):
+        return None
+    notes = Notes(folder)
+    sys.addaudithook(notes.hear)
+    sys.settrace(notes.enter)
+    threading.settrace(notes.enter)
+    return notes.forget
+
+
+# -- In each worker of pytest --
+
+
+class Plugin:
+    """Notes belong to the test that runs; and how long each took."""
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self._forget = start() or (lambda: None)
+
+    def pytest_runtest_logstart(self) -> None:
+        self._forget()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if os.environ.get("PYTEST_XDIST_WORKER"):
+            with open(os.path.join(self._folder, TIMES), "a") as file:
+                file.write(f"{report.nodeid}\t{report.duration:.3f}\n")
+
+
+def pytest_configure(config: Any) -> None:
+    """This module is a plugin: `-p tests.entering`."""
+    if folder := os.environ.get(FOLDER):
+        config.pluginmanager.register(Plugin(folder))
+
+
+# -- The record --
+
+
+def function_of(test: str) -> str:
+    """The test without its case and without the phase that pytest adds.
+
+    >>> function_of("tests/test_a.py::test_b[x (call)] (setup)")
+    'tests/test_a.py::test_b'
+    """
+    return test.partition("[")[0].partition(" (")[0]
+
+
+def made_of(notes: Path, times: Path) -> dict[str, Any]:
+    """The record: each test's seconds and files, the files as numbers in a list."""
+    entered: defaultdict[str, set[str]] = defaultdict(set)
+    fixtures: defaultdict[str, set[str]] = defaultdict(set)
+    for line in notes.read_text(errors="replace").splitlines():
+        test, _, path = line.rpartition("\t")
+        if (ROOT / path).is_file() and test:
+            name = function_of(test)
+            entered[name].add(path)
+            if test.endswith("(setup)"):
+                fixtures[name.partition("::")[0]].add(path)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for line in times.read_text().splitlines():
+        test, _, took = line.rpartition("\t")
+        seconds[function_of(test)] += float(took)
+    files = sorted({path for paths in entered.values() for path in paths})
+    number = {path: place for place, path in enumerate(files)}
+    tests = {}
+    for name in sorted(seconds):
+        paths = entered[name] | fixtures[name.partition("::")[0]]
+        tests[name] = [round(seconds[name], 2), sorted(number[path] for path in paths)]
+    return {"files": files, "tests": tests}
+
+
+def written(record: dict[str, Any]) -> str:
+    """As JSON, a file and a test per line."""
+    files = ",\n".join(json.dumps(path) for path in record["files"])
+    rows = (
+        f"{json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}"
+        for name, row in record["tests"].items()
+    )
+    return f'{{"files": [\n{files}\n],\n"tests": {{\n' + ",\n".join(rows) + "\n}}\n"
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    _, rest = parser.parse_known_args()
+    import pytest
+
+    start_file = Path(sysconfig.get_path("purelib")) / "minimegatron_entering.pth"
+    with tempfile.TemporaryDirectory(prefix="entered-") as folder:
+        os.environ[FOLDER] = folder
+        call = f"__import__('runpy').run_path({str(Path(__file__))!r})['start']()"
+        start_file.write_text(f"import os; os.environ.get({FOLDER!r}) and {call}\n")
+        try:
+            code = pytest.main(["-p", "tests.entering", "-m", "full or not full", *rest])
+            record = made_of(Path(folder, NOTES), Path(folder, TIMES))
+        finally:
+            start_file.unlink()
+    RECORD.write_text(written(record))
+    print(f"{len(record['tests'])} tests and {len(record['files'])} files, in {RECORD}")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
