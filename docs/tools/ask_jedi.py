@@ -68,7 +68,12 @@ class _Jedi:
         for (line, column), name in sorted(names.items()):
             # jedi stops where one function has asked for very much; here each question is a new one.
             script._inference_state.inferred_element_counts.clear()
-            if thing := self._one(script.infer(line, characters(page, line, column)), name):
+            try:
+                answers = script.infer(line, characters(page, line, column))
+            except Exception:
+                # It fails on some code, mostly with RecursionError: then it does not know.
+                continue
+            if thing := self._one(answers, name):
                 found[line, column] = thing
         return found
 
