@@ -11,10 +11,12 @@ one: what a class says of its attributes, imports of names that the module looks
 
 import ast
 import builtins
+import re
 import sys
 import tempfile
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 from annotate import ANY_OTHER, AnnotatedPage
 from families import CALLED, CLASS, ENTERED, MODULE, OBJECT, Families, Thing
@@ -22,6 +24,8 @@ from families import CALLED, CLASS, ENTERED, MODULE, OBJECT, Families, Thing
 At = tuple[int, int]
 """Where an expression ends: line, and column in bytes, as `ast` counts."""
 METHODS = {CALLED: "__call__", ENTERED: "__enter__"}
+LONG_TUPLE = re.compile(r"\btuple(\[(?:[^][]|\[[^][]*\])*), \.\.\.\]")
+"""One of any length, of which jedi does not say what it holds, with a list's it does."""
 ZIP = """
 from collections.abc import Iterable as I
 from typing import TypeVar, overload
@@ -43,7 +47,11 @@ class _Jedi:
     def __init__(self, families: Families, folder: Path):
         # Most builds ask nothing, and need no jedi.
         import jedi
+        from jedi.api.classes import Name
+        from jedi.api.helpers import infer
+        from jedi.inference.context import CompForContext
 
+        self.infer, self.name, self.loop_context = infer, Name, CompForContext
         jedi.settings.cache_directory = str(folder / "cache")
         # A parameter without annotation is of no class, whoever calls the function.
         jedi.settings.dynamic_params = False
@@ -51,6 +59,7 @@ class _Jedi:
         for page in families.package.pages.values():
             path = folder / page.path
             path.parent.mkdir(parents=True, exist_ok=True)
+            (path.parent / "__init__.py").touch()
             path.write_text(_copy(page))
         (folder / "told_to_jedi.py").write_text(ZIP)
         project = jedi.Project(folder, sys_path=[str(folder)], smart_sys_path=False)
@@ -69,13 +78,26 @@ class _Jedi:
             # jedi stops where one function has asked for very much; here each question is a new one.
             script._inference_state.inferred_element_counts.clear()
             try:
-                answers = script.infer(line, characters(page, line, column))
+                answers = self._infer(script, line, characters(page, line, column))
             except Exception:
                 # It fails on some code, mostly with RecursionError: then it does not know.
                 continue
             if thing := self._one(answers, name):
                 found[line, column] = thing
         return found
+
+    def _infer(self, script: Any, line: int, column: int) -> list:
+        """`script.infer`, which knows but the first loop of a comprehension, and none in an `if`."""
+        leaf = script._module_node.get_leaf_for_position((line, column))
+        loops = _loops_around(leaf)
+        if not loops:
+            return script.infer(line, column)
+        script._inference_state.reset_recursion_limitations()
+        context = script._get_module_context().create_context(_before(loops[0]))
+        for loop in loops:
+            context = self.loop_context(context, loop)
+        values = self.infer(script._inference_state, context, leaf)
+        return [self.name(script._inference_state, value.name) for value in values]
 
     def _one(self, answers: list, name: str) -> Thing | None:
         """What all answers are; if each is an object of the class of one, or below it, that one.
@@ -118,12 +140,36 @@ def _is_without(full_name: str, name: str) -> bool:
     """
     module, _, last = full_name.rpartition(".")
     cls = NoneType if last == "NoneType" else getattr(builtins, last, None)
-    return module == "builtins" and cls is not None and not hasattr(cls, METHODS.get(name, name))
+    members = {member for base in getattr(cls, "__mro__", ()) for member in vars(base)}
+    return module == "builtins" and bool(members) and METHODS.get(name, name) not in members
+
+
+def _loops_around(leaf: Any) -> list:
+    """The loops of comprehensions whose names the leaf may use, the outermost first."""
+    found, node = [], leaf
+    while node.parent is not None and node.type not in ("funcdef", "lambdef", "classdef"):
+        below, node = node, node.parent
+        if node.type == "sync_comp_for" and below is not node.children[3]:
+            found.insert(0, node)
+        if len(node.children) > 1 and below is node.children[0] or node.type == "dictorsetmaker":
+            inner, loop = [], node.children[-1]
+            while below is not loop and loop.type in ("comp_for", "sync_comp_for", "comp_if"):
+                inner += [loop] if loop.type == "sync_comp_for" else []
+                loop = loop.children[-1]
+            found = inner + found
+    return found
+
+
+def _before(loop: Any) -> Any:
+    """A leaf of the scope that the comprehension stands in."""
+    while loop.type in ("comp_for", "sync_comp_for", "comp_if"):
+        loop = loop.parent
+    return loop.get_previous_leaf() or loop.get_first_leaf()
 
 
 def _copy(page: AnnotatedPage) -> str:
     """The text for jedi; what was there before stands where it stood."""
-    lines = page.lines.copy()
+    lines = LONG_TUPLE.sub(r"list \1     ]", page.source).split("\n")
     for (line, column), words in sorted(_repeated_annotations(page.tree).items(), reverse=True):
         text = lines[line - 1].encode()
         lines[line - 1] = (text[:column] + words.encode() + text[column:]).decode()

@@ -80,7 +80,8 @@ def uses_of(package: Package) -> dict[str, list[Use]]:
 
 
 def _uses(page: AnnotatedPage, things: dict[At, Thing], families: Families) -> Iterator[Use]:
-    lookups = lookups_of(families.package)[page.module]
+    # Of two links at one place, `thing.name` and then what a call of it runs, the last one counts.
+    lookups = sorted(lookups_of(families.package)[page.module], key=lambda one: one.name == CALLED)
     called = {id(one.node) for one in lookups if one.name == CALLED}
     for one in lookups:
         thing = one.known or things.get(one.at)
@@ -147,7 +148,7 @@ def asked(package: Package, modules: Iterable[str]) -> dict[str, dict[At, Thing]
     names = {
         name.rpartition(".")[2] for page in package.pages.values() for name in page.definitions
     }
-    names |= {module.rpartition(".")[2] for module in package.pages} | {CALLED, ENTERED}
+    names |= {module.rpartition(".")[2] for module in package.pages} | {CALLED, ENTERED, "apply"}
     places = {}
     for module in modules:
         found = _found_by_name(package, module)
