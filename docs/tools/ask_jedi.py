@@ -170,7 +170,8 @@ def _before(loop: Any) -> Any:
 def _copy(page: AnnotatedPage) -> str:
     """The text for jedi; what was there before stands where it stood."""
     lines = LONG_TUPLE.sub(r"list \1     ]", page.source).split("\n")
-    for (line, column), words in sorted(_repeated_annotations(page.tree).items(), reverse=True):
+    added = _repeated_annotations(page.tree) | _unsaid(page.tree)
+    for (line, column), words in sorted(added.items(), reverse=True):
         text = lines[line - 1].encode()
         lines[line - 1] = (text[:column] + words.encode() + text[column:]).decode()
     lines += ["", "from told_to_jedi import zip"]
@@ -179,6 +180,16 @@ def _copy(page: AnnotatedPage) -> str:
         one = f"from {module} import {last} as {name}"
         lines.append(f"from {target} import *" if name == ANY_OTHER else one)
     return "\n".join(lines) + "\n"
+
+
+def _unsaid(tree: ast.Module) -> dict[At, str]:
+    """Behind values of what is Any: an attribute that nothing has. Else jedi says the value's class."""
+    values = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.annotation) == "Any"
+    ]
+    return {(one.end_lineno, one.end_col_offset): ".unsaid" for one in values}
 
 
 def _repeated_annotations(tree: ast.Module) -> dict[At, str]:

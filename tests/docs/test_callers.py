@@ -355,9 +355,9 @@ def test_a_step_makes_the_calls_that_are_listed(package):
         for use in links.uses_of(package)[module]:
             last = use.target[1].rpartition(".")[2]
             called = {one for one in real[module, use.line] if one[1].rpartition(".")[2] == last}
-            classes = {use.receiver, *classes.below(use.receiver)}
+            either = {use.receiver, *classes.below(use.receiver)}
             for there, symbol in called if use.how == "call" else ():
-                is_override = (there, symbol.rpartition(".")[0]) in classes
+                is_override = (there, symbol.rpartition(".")[0]) in either
                 assert (there, symbol) == use.target or is_override, (use, called)
                 count += 1
     figure(f"{count} calls of methods in two steps that ran, each as the source pages say")
