@@ -170,7 +170,7 @@ def test_importing_nothing():
         "caller_lists",
         "case_words",
         "excerpts",
-        "kinds",
+        "ask_jedi",
         "memory_cases",
         "in_browser",
         "prose",
