@@ -90,6 +90,11 @@ LEFT_TO_FULL = tomllib.loads((Path(__file__).parent / "left_to_full.toml").read_
 """By file: which of its tests only `make test-full` runs, and what `make test` has instead."""
 
 
+files_met: set[str] = set()
+patterns_met: set[tuple[str, str]] = set()
+"""In this run: files of that table, and patterns of them that a test of the file matches."""
+
+
 def matches(pattern: str, name: str) -> bool:
     """A star stands for anything, all else for itself."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
@@ -99,9 +104,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: at the end, no worker waits for one that began late."""
     for item in items:
         file, _, name = item.nodeid.removeprefix("tests/").partition("::")
-        left = LEFT_TO_FULL.get(file, {"tests": ()})["tests"]
-        if any(matches(pattern, name) for pattern in left):
-            item.add_marker("full")
+        files_met.add(file)
+        for pattern in LEFT_TO_FULL.get(file, {"tests": ()})["tests"]:
+            if matches(pattern, name):
+                patterns_met.add((file, pattern))
+                item.add_marker("full")
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
 

@@ -20,7 +20,7 @@ annotate = importlib.import_module("source.annotate")
 caller_lists = importlib.import_module("source.caller_lists")
 callers = importlib.import_module("source.callers")
 code_html = importlib.import_module("source.code_html")
-families = importlib.import_module("source.families")
+families = importlib.import_module("source.class_families")
 links = importlib.import_module("source.links")
 package_module = importlib.import_module("source.package")
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.figures import figure
 
-families = importlib.import_module("source.families")
+families = importlib.import_module("source.class_families")
 links = importlib.import_module("source.links")
 package_module = importlib.import_module("source.package")
 

@@ -1,7 +1,7 @@
 """What jedi says of places in the package's code: of which class an object is.
 
-Called by: `links`. Calls: `families`; jedi, which reads annotations, constructors' calls, loops and
-`with`.
+Called by: `links`. Calls: `class_families`; jedi, which reads annotations, constructors' calls, loops
+and `with`.
 
 jedi sees the package alone, and its own description of Python's library: what is installed beside it
 changes no answer. It gets a copy of the files, with some help at the ends of lines and below the last
@@ -19,7 +19,7 @@ from types import NoneType
 from typing import Any
 
 from source.annotate import ANY_OTHER, AnnotatedPage
-from source.families import CALLED, CLASS, ENTERED, MODULE, OBJECT, Families, Thing
+from source.class_families import CALLED, CLASS, ENTERED, MODULE, OBJECT, Families, Thing
 
 At = tuple[int, int]
 """Where an expression ends: line, and column in bytes, as `ast` counts."""

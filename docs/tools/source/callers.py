@@ -1,6 +1,6 @@
 """Who calls each function, method and class of the package: every line, read off the source.
 
-Called by: `caller_lists`, `chain_map`, tests/docs. Calls: `links`, `families`, `package`; reads
+Called by: `caller_lists`, `chain_map`, tests/docs. Calls: `links`, `class_families`, `package`; reads
 hooks.toml.
 
 A call is listed where the source says what is called; one through an object whose class is not known
@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from source.annotate import AnnotatedPage
-from source.families import HOOKS, Families, Symbol, families_of
+from source.class_families import HOOKS, Families, Symbol, families_of
 from source.links import uses_of
 from source.package import Package
 

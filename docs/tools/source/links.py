@@ -1,6 +1,6 @@
 """Where names after an object lead: `chunk.backward_step`, `self._p2p.send_forward`, `x.config`.
 
-Called by: `code_html` for links, `callers` for who calls what, `link_names`. Calls: `families`,
+Called by: `code_html` for links, `callers` for who calls what, `link_names`. Calls: `class_families`,
 `ask_jedi`; reads links.txt.
 
 jedi says of which class an object is. That takes minutes for the whole package, so its answers are in
@@ -25,7 +25,16 @@ from typing import NamedTuple
 
 from source.annotate import AnnotatedPage
 from source.ask_jedi import At, ask, characters
-from source.families import CALLED, ENTERED, OBJECT, PARENT, Families, Symbol, Thing, families_of
+from source.class_families import (
+    CALLED,
+    ENTERED,
+    OBJECT,
+    PARENT,
+    Families,
+    Symbol,
+    Thing,
+    families_of,
+)
 from source.package import Package
 
 RECORD = Path(__file__).with_name("links.txt")
