@@ -30,64 +30,82 @@ settings.load_profile("repeatable")
 
 
 LONGEST = (
-    "notebooks/test_live_ranks",
-    "notebooks/test_notebooks",
     "docs/test_browser",
-    "docs/test_unrolled_pages",
+    "notebooks/test_notebooks",
     "exercises/test_catalog",
+    "test_mutations",
+    "notebooks/test_live_ranks",
     "test_parity",
     "test_parity_experts",
-    "test_parity_context",
-    "test_parity_mtp",
-    "test_parity_mamba",
-    "test_parity_t5",
-    "doctor/test_planted_hangs",
+    "docs/test_unrolled_pages",
     "gpu/test_parts",
-    "test_mutations",
-    "trace/test_paced_overlap",
-    "trace/test_lines_of_runs",
-    "doctor/test_session",
-    "test_moe_shards",
-    "conformance/test_moe_layer",
-    "conformance/test_moe_step",
-    "conformance/test_bert",
-    "conformance/test_t5",
-    "core/pipeline_parallel/test_combined_1f1b",
+    "conformance/test_rosetta",
     "core/transformer/moe/test_unusual_runs",
-    "training/test_expert_checkpoints",
-    "training/test_old_flags",
-    "training/test_mamba_runs",
-    "training/test_pretrain_t5",
-    "faults/test_leftovers",
+    "core/pipeline_parallel/test_order",
     "backend/test_faults",
-    "backend/test_handles",
-    "backend/test_same_as_gloo",
-    "backend/test_wrong_calls",
-    "core/pipeline_parallel/test_message_limits",
-    "backend/test_for_anybody",
-    "test_plain_runs",
     "exercises/test_grading",
+    "conformance/test_call_order",
+    "test_parity_context",
     "exercises/test_engine",
-    "test_seam",
-    "exercises/test_labs",
     "training/test_checkpointing",
-    "benchmarks/test_benchmarks",
-    "faults/test_kill",
+    "trace/test_exchange",
+    "test_seam",
+    "test_parity_t5",
+    "docs/test_player",
+    "core/pipeline_parallel/test_message_limits",
+    "training/test_pretrain_gpt",
+    "exercises/test_labs",
+    "docs/test_why",
+    "backend/test_for_anybody",
     "test_failed_step",
-    "exercises/test_archives",
+    "training/test_bad_configs",
+    "training/test_training",
+    "test_house",
+    "training/test_reruns",
+    "training/test_failures",
+    "doctor/test_planted_hangs",
+    "faults/test_leftovers",
+    "benchmarks/test_benchmarks",
+    "core/models/test_schedule_plan",
+    "conformance/test_multi_token",
+    "planner/test_closed_forms",
+    "docs/test_player_timing",
     "test_launcher",
-    "test_stress",
     "exercises/test_rooms",
-    "exercises/test_torchrun",
+    "rl/test_train_rl",
     "core/pipeline_parallel/test_step_frame",
+    "test_parity_bert",
+    "trace/test_lines_of_runs",
+    "test_plain_runs",
+    "docs/test_replay",
+    "test_parity_mamba",
     "test_toy_expert",
+    "core/test_collectives",
+    "core/datasets/test_masked_datasets",
+    "docs/test_search",
+    "doctor/test_session",
+    "docs/test_replay_links",
+    "test_parity_mtp",
+    "exercises/test_archives",
+    "backend/test_handles",
+    "faults/test_kill",
+    "training/test_pretrain_t5",
+    "core/pipeline_parallel/test_combined_1f1b",
     "training/test_pretrain_bert",
+    "test_stress",
+    "training/test_mamba_runs",
+    "exercises/test_torchrun",
 )
 """Files that take more than seven seconds each, the longest first. The others take as long together."""
 
 
 LEFT_TO_FULL = tomllib.loads((Path(__file__).parent / "left_to_full.toml").read_text())
 """By file: which of its tests only `make test-full` runs, and what `make test` has instead."""
+
+
+files_met: set[str] = set()
+patterns_met: set[tuple[str, str]] = set()
+"""In this run: files of that table, and patterns of them that a test of the file matches."""
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -99,9 +117,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: at the end, no worker waits for one that began late."""
     for item in items:
         file, _, name = item.nodeid.removeprefix("tests/").partition("::")
-        left = LEFT_TO_FULL.get(file, {"tests": ()})["tests"]
-        if any(matches(pattern, name) for pattern in left):
-            item.add_marker("full")
+        files_met.add(file)
+        for pattern in LEFT_TO_FULL.get(file, {"tests": ()})["tests"]:
+            if matches(pattern, name):
+                patterns_met.add((file, pattern))
+                item.add_marker("full")
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
 

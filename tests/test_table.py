@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from tests.conftest import LEFT_TO_FULL, files_met, patterns_met
+
 TESTS = Path(__file__).parent
 REQUIRED = {
     *(f"A{i}" for i in range(1, 13)),
@@ -42,3 +44,12 @@ def test_every_requirement_has_a_row_and_every_row_a_layer():
 def test_every_file_of_the_table_exists_and_every_file_is_in_it():
     assert named() - files() == set()
     assert files() - named() == set()
+
+
+def test_what_is_left_to_make_test_full_exists(request):
+    """Of files whose tests this run has collected: by each name there is a test."""
+    for file, row in LEFT_TO_FULL.items():
+        assert (TESTS / file).is_file() and row["instead"], file
+    named = [(file, pattern) for file, row in LEFT_TO_FULL.items() for pattern in row["tests"]]
+    gone = [one for one in named if one[0] in files_met and one not in patterns_met]
+    assert not gone or any("::" in words for words in request.config.args), gone

@@ -26,6 +26,7 @@ COMMANDS = {
     "entered-files": "records.entered_files",
     "megatron-core": "records.megatron_core",
     "megatron-files": "records.megatron_files",
+    "links": "source.link_names",
     "spine": "source.spine",
     "notebooks": "pages.notebook_runs",
 }

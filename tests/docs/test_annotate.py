@@ -170,7 +170,7 @@ def test_importing_nothing():
         "source.caller_lists",
         "cases.case_words",
         "source.excerpts",
-        "source.kinds",
+        "source.ask_jedi",
         "cases.memory_cases",
         "player.in_browser",
         "source.prose",

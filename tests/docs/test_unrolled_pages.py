@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 UNROLLED = ROOT / "docs" / "recordings" / "unrolled"
 NAMES = sorted(path.stem for path in UNROLLED.glob("*.json") if path.stem != "functions")
 MAX_BYTES = 300_000
-MANY = ("1f1b-paced", "zero1", "combined-paced")
+MANY = ("one-rank", "1f1b-paced", "zero1", "combined-paced")
 
 
 @pytest.fixture(scope="module")

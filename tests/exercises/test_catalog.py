@@ -178,17 +178,23 @@ def test_another_right_way_passes(exercise_, path):
     assert found.has_passed, found.text
 
 
+MISTAKES_ON_RANKS = 2
+"""Of each kind, for each exercise on ranks, in `make test`; the others are in `make test-full`."""
+
+
 def mistakes(does_nothing: bool) -> list:
-    return [
-        pytest.param(
-            wrong,
-            id=f"{one.number}-{wrong.name.removeprefix('does_nothing_')}",
-            marks=[pytest.mark.full] if wrong.is_for_full else [],
-        )
-        for one in exercises()
-        for wrong in wrong_solutions(one)
-        if wrong.does_nothing == does_nothing
-    ]
+    cases = []
+    for one in exercises():
+        kept = 0
+        for wrong in wrong_solutions(one):
+            if wrong.does_nothing != does_nothing:
+                continue
+            is_left = wrong.is_for_full or (one.num_ranks > 0 and kept == MISTAKES_ON_RANKS)
+            kept += not is_left
+            name = f"{one.number}-{wrong.name.removeprefix('does_nothing_')}"
+            marks = [pytest.mark.full] if is_left else []
+            cases.append(pytest.param(wrong, id=name, marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize("wrong", mistakes(does_nothing=False))

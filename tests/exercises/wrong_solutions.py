@@ -7,8 +7,8 @@ In `wrong/` is one file per exercise, with a table per mistake: `why` it is one,
     body     function -> other statements, where hardly any of the reference's would be left
     imports  what those need
     hangs    whether its ranks wait for each other for ever
-    full     whether `make test` leaves the mistake to `make test-full`: those that it makes itself
-             fail in each part of their exercise, alone and on ranks, and by a hang
+    full     whether `make test` leaves the mistake to `make test-full`. Of the others it makes the
+             first two of each exercise on ranks, and all of those without ranks (`test_catalog`)
 
 A mistake whose name begins with `does_nothing_` does nothing clever: it returns its input or a
 constant, is what one process would do, ignores an argument, hides nothing, frees nothing. Such a

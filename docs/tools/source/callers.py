@@ -1,24 +1,24 @@
 """Who calls each function, method and class of the package: every line, read off the source.
 
-Called by: `source_pages`, tests/docs. Calls: `receivers`, `package`; reads hooks.toml.
+Called by: `caller_lists`, `chain_map`, tests/docs. Calls: `links`, `class_families`, `package`; reads
+hooks.toml.
 
 A call is listed where the source says what is called; one through an object whose class is not known
 is not. Three things are listed apart, with the name that the line has: a method that overrides the one
 named there, a class that has the form named there, and the hooks of hooks.toml.
 """
 
+import ast
 import tomllib
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 from source.annotate import AnnotatedPage
-from source.kinds import Symbol
+from source.class_families import HOOKS, Families, Symbol, families_of
+from source.links import uses_of
 from source.package import Package
-from source.receivers import Receivers, receivers_of
 
-HOOKS = Path(__file__).with_name("hooks.toml")
 CALL, HANDED_ON, DECORATES = "call", "handed on", "decorates"
 
 
@@ -46,23 +46,23 @@ class HookError(ValueError):
 @lru_cache(maxsize=8)
 def sites_of(package: Package) -> dict[Symbol, list[Site]]:
     """Function, method or class -> its sites, by module and line. Raises HookError."""
-    receivers = receivers_of(package)
-    plain = list(_plain_sites(package, receivers))
+    families = families_of(package)
+    plain = list(_plain_sites(package))
     found: dict[Symbol, dict[tuple, Site]] = {}
-    for target, site in [*plain, *_hooks(receivers), *_forms(receivers, plain)]:
+    for target, site in [*plain, *_hooks(families), *_forms(families, plain)]:
         if target != (site.module, site.symbol):
             found.setdefault(target, {})[(site.module, site.line, site.how, site.through)] = site
     sites = {target: list(known.values()) for target, known in found.items()}
-    for target, site in list(_overriding(receivers, sites)):
+    for target, site in list(_overriding(families, sites)):
         sites.setdefault(target, []).append(site)
     return {target: sorted(known, key=lambda one: one[:6]) for target, known in sites.items()}
 
 
-def _plain_sites(package: Package, receivers: Receivers) -> Iterator[tuple[Symbol, Site]]:
+def _plain_sites(package: Package) -> Iterator[tuple[Symbol, Site]]:
     """Both what is named by itself or after a module's name, and what is named after an object."""
     for module, page in package.pages.items():
-        marks, known = receivers.code[module].marks, set()
-        for use in receivers.uses(module):
+        marks, known = set(_marks(page.tree)), set()
+        for use in uses_of(package)[module]:
             at = (use.line, use.column)
             known.add(at)
             how = DECORATES if at in marks else HANDED_ON if use.how == "named" else CALL
@@ -81,6 +81,15 @@ def _plain_sites(package: Package, receivers: Receivers) -> Iterator[tuple[Symbo
                 yield target, Site(module, one.line, _inside(page, one.line, how), name, how)
 
 
+def _marks(tree: ast.Module) -> Iterator[tuple[int, int]]:
+    """Line and column of the names that definitions are decorated with."""
+    for node in ast.walk(tree):
+        for mark in getattr(node, "decorator_list", ()):
+            mark = mark.func if isinstance(mark, ast.Call) else mark
+            name = getattr(mark, "attr", getattr(mark, "id", ""))
+            yield mark.end_lineno, mark.end_col_offset - len(name)
+
+
 def _inside(page: AnnotatedPage, line: int, how: str) -> str:
     """The function that the line is in; of a decorator, what it decorates, which may be a class."""
     found = page.symbol_at(line)
@@ -97,17 +106,16 @@ def _is_code(package: Package, symbol: Symbol) -> bool:
 
 
 def _overriding(
-    receivers: Receivers, sites: dict[Symbol, list[Site]]
+    families: Families, sites: dict[Symbol, list[Site]]
 ) -> Iterator[tuple[Symbol, Site]]:
     """A method, and a site that names the one which it overrides: an object may be of either class."""
-    classes = receivers.classes
     for (module, symbol), known in list(sites.items()):
         owner, _, name = symbol.rpartition(".")
-        for below in classes.below((module, owner)) if owner else ():
+        for below in families.below((module, owner)) if owner else ():
             override = (below[0], f"{below[1]}.{name}")
-            if override not in classes.nodes or below == (module, owner):
+            if override not in families.nodes or below == (module, owner):
                 continue
-            above = classes.line_of(below)
+            above = families.line_of(below)
             for site in known:
                 if site.receiver in above and not site.through:
                     yield override, site._replace(through=symbol, receiver=None)
@@ -125,46 +133,46 @@ def hooks_of(package: Package) -> dict[str, list[dict]]:
     return {"hook": hooks, "form": forms}
 
 
-def _hooks(receivers: Receivers) -> Iterator[tuple[Symbol, Site]]:
-    for hook in hooks_of(receivers.package)["hook"]:
-        module, symbol = _known(receivers, hook["in"])
-        page = receivers.package.pages[module]
+def _hooks(families: Families) -> Iterator[tuple[Symbol, Site]]:
+    for hook in hooks_of(families.package)["hook"]:
+        module, symbol = _known(families, hook["in"])
+        page = families.package.pages[module]
         definition = page.definitions[symbol]
         numbers = range(definition.line, definition.end_line + 1)
         lines = [number for number in numbers if hook["line"] in page.lines[number - 1]]
         if not lines:
             raise HookError(f"hooks.toml: {hook['in']} has no line with {hook['line']!r}")
         for called in hook["calls"]:
-            target = _known(receivers, called)
+            target = _known(families, called)
             for number in lines:
                 how = (hook["through"], CALL, hook["through"], hook["because"])
                 yield target, Site(module, number, symbol, *how)
 
 
-def _forms(receivers: Receivers, plain: list[tuple[Symbol, Site]]) -> Iterator[tuple[Symbol, Site]]:
+def _forms(families: Families, plain: list[tuple[Symbol, Site]]) -> Iterator[tuple[Symbol, Site]]:
     """The sites that name a form's method, for the classes that have the form."""
-    for form in hooks_of(receivers.package)["form"]:
-        module, owner = _known(receivers, form["name"])
-        classes = [_known(receivers, cls) for cls in form["classes"]]
+    for form in hooks_of(families.package)["form"]:
+        module, owner = _known(families, form["name"])
+        classes = [_known(families, cls) for cls in form["classes"]]
         for (there, method), site in plain:
             if there == module and method.rpartition(".")[0] == owner:
                 for at, cls in classes:
                     target = (at, f"{cls}.{method.rpartition('.')[2]}")
-                    if target in receivers.classes.nodes:
+                    if target in families.nodes:
                         yield target, site._replace(through=method, receiver=None)
 
 
-def _known(receivers: Receivers, dotted: str) -> Symbol:
-    found = receivers.classes.find(dotted)
-    if found not in receivers.classes.nodes:
+def _known(families: Families, dotted: str) -> Symbol:
+    found = families.find(dotted)
+    if found not in families.nodes:
         raise HookError(f"hooks.toml: the package has no {dotted}")
     return found
 
 
 def overrides_of(package: Package, symbol: Symbol) -> list[Symbol]:
     """The methods that take a method's place in classes below its own."""
-    classes = receivers_of(package).classes
+    families = families_of(package)
     owner, _, name = symbol[1].rpartition(".")
-    below = classes.below((symbol[0], owner)) - {(symbol[0], owner)} if owner else set()
+    below = families.below((symbol[0], owner)) - {(symbol[0], owner)} if owner else set()
     found = ((cls[0], f"{cls[1]}.{name}") for cls in below)
-    return sorted(one for one in found if one in classes.nodes)
+    return sorted(one for one in found if one in families.nodes)

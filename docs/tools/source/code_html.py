@@ -1,6 +1,6 @@
 """Lines of Python as HTML: coloured, numbered, every line addressable, every known name a link.
 
-Called by: `source_pages`, `macros`. Calls: `receivers`; Pygments, whose class names the theme colours.
+Called by: `source_pages`, `macros`. Calls: `links`; Pygments, whose class names the theme colours.
 """
 
 import ast
@@ -14,8 +14,8 @@ from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES, Name, Operator, Punctuation, Text
 
 from source.annotate import AnnotatedPage
+from source.links import uses_of
 from source.package import Package, Place
-from source.receivers import receivers_of
 
 Link = tuple[int, str]
 """Length of the name in characters, and its URL."""
@@ -63,7 +63,7 @@ def links_of(page: AnnotatedPage, package: Package, base: str) -> dict[int, dict
     """Line -> column -> link, for the names that lead to another place than their own line."""
     named = [(one, package.find(one.target)) for one in page.references]
     places = [(one.line, one.column, one.length, place) for one, place in named if place]
-    for use in receivers_of(package).uses(page.module):
+    for use in uses_of(package)[page.module]:
         if use.how != "with":
             module, symbol = use.target
             places.append(

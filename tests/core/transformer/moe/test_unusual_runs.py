@@ -8,6 +8,7 @@ import io
 import math
 import re
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -120,19 +121,33 @@ def fail(path: str) -> list[str]:
         return test_failed_step.fail_and_recover(FAILS, path, planned)[1]
 
 
-def all_runs(folder: str, path: str) -> dict:
-    found = {name: [run(flags, 3)["losses"] for flags in runs] for name, (_, runs) in SAME.items()}
-    found |= {"overflow": overflow(), "resumed": resumed(folder)}
-    if has_shared_memory():  # over gloo a rank cannot tell the others that it has failed
-        found["failed"] = fail(path)
-    return found
+def all_runs(names: list[str], folder: str, path: str) -> dict:
+    """By name; those of `SAME` and those of the tests below."""
+    others = {
+        "overflow": overflow,
+        "resumed": partial(resumed, folder),
+        "failed": partial(fail, path),
+    }
+    return {
+        name: others[name]() if name in others else [run(f, 3)["losses"] for f in SAME[name][1]]
+        for name in names
+    }
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
+def ranks(request, tmp_path_factory) -> list[dict]:
+    """By rank, what the tests of this session ask for."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {call.params["name"] for call in asked if call and "name" in call.params}
+    tests = {getattr(item, "function", None) for item in request.session.items}
+    wanted = [name for name in SAME if name in names]
+    wanted += ["overflow"] * (test_all_ranks_skip_a_step_in_which_one_expert_overflows in tests)
+    wanted += ["resumed"] * (test_resumed_in_another_layout in tests)
+    # Over gloo a rank cannot tell the others that it has failed.
+    wanted += ["failed"] * (test_a_good_step_follows_a_failed_one in tests and has_shared_memory())
     folder = tmp_path_factory.mktemp("runs")
     path = reference(FAILS.serial(), folder)
-    return run_ranks(all_runs, 4, str(folder / "saved"), path, timeout=250)
+    return run_ranks(all_runs, 4, wanted, str(folder / "saved"), path, timeout=250)
 
 
 def worst(runs: list[list[float]]) -> float:
