@@ -1,0 +1,108 @@
+"""`make test FILE=...` and `CHANGED=1`: which tests are chosen for a change, and that they are run."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests import chosen, entering
+from tests.chosen import choose
+
+RECORD = {
+    "files": ["minimegatron/core/a.py", "minimegatron/core/b.py", "tests/helper.py"],
+    "tests": {
+        "tests/core/test_a.py::test_one": [2.0, [0, 1, 2]],
+        "tests/test_far.py::test_much": [5.0, [0, 1, 2]],
+        "tests/test_far.py::test_little": [1.0, [0]],
+        "tests/test_other.py::test_other": [1.0, [1]],
+    },
+}
+
+
+def names(files: list[str], seconds: float = 100.0) -> list[str]:
+    return [name.rpartition("::")[2] for name in choose(files, RECORD, seconds).names]
+
+
+def test_tests_that_enter_a_file_come_by_how_much_they_say_of_it():
+    """First those of the file named after it, then those that enter the fewest others."""
+    assert names(["minimegatron/core/a.py"]) == ["test_one", "test_little", "test_much"]
+    assert names(["minimegatron/core/b.py"]) == ["test_other", "test_one", "test_much"]
+
+
+def test_tests_whose_own_file_has_changed_come_first():
+    assert names(["minimegatron/core/a.py", "tests/test_far.py"])[:2] == ["test_little", "test_much"]
+
+
+def test_the_time_is_kept_and_what_is_left_is_told():
+    found = choose(["minimegatron/core/a.py"], RECORD, seconds=3.5)
+    assert [name.rpartition("::")[2] for name in found.names] == ["test_one", "test_little"]
+    assert (found.num_entering, found.seconds, found.seconds_of_all) == (3, 3.0, 8.0)
+
+
+def test_a_file_of_tests_that_is_not_recorded_yet_is_run_whole():
+    assert choose(["tests/test_chosen.py"], RECORD).names[0] == "tests/test_chosen.py"
+
+
+def test_a_known_mistake_belongs_to_the_file_in_which_it_is_made():
+    found = choose(["minimegatron/core/pipeline_parallel/loops.py"], RECORD)
+    name = "tests/test_mutations.py::test_the_fault_is_noticed[one-warm-up-too-many]"
+    assert name in found.names
+
+
+def test_what_has_changed(tmp_path, monkeypatch):
+    """Against a commit, with files that git does not know; without any, what the last commit changed."""
+    answers = {
+        ("diff", "--name-only", "HEAD"): "",
+        ("ls-files", "--others", "--exclude-standard"): "",
+        ("diff", "--name-only", "HEAD~1"): "minimegatron/core/a.py",
+    }
+    monkeypatch.setattr(chosen, "git", lambda *words: answers[words])
+    assert chosen.changed_files("HEAD") == ["minimegatron/core/a.py"]
+    answers["ls-files", "--others", "--exclude-standard"] = "new.py"
+    assert chosen.changed_files("HEAD") == ["new.py"]
+
+
+def test_a_file_that_is_not_there_is_refused(capsys):
+    assert chosen.main(["--file", "minimegatron/nowhere.py"]) == 2
+    assert "no such file: minimegatron/nowhere.py" in capsys.readouterr().out
+
+
+def test_the_record_is_of_tests_and_files_that_there_are():
+    record = json.loads(entering.RECORD.read_text())
+    gone = [path for path in record["files"] if not (entering.ROOT / path).is_file()]
+    assert len(gone) < 0.05 * len(record["files"]), "run: make test-map"
+    files = {name.partition("::")[0] for name in record["tests"]}
+    unknown = {
+        str(path.relative_to(entering.ROOT))
+        for path in (entering.ROOT / "tests").rglob("test_*.py")
+        if not {"right", "wrong", "sample", "honest", "fixtures"} & set(path.parts)
+    } - files
+    assert len(unknown) < 0.1 * len(files), "run: make test-map"
+
+
+@pytest.mark.parametrize("way", ["notes", "setup"])
+def test_what_a_test_enters_is_noted_with_its_name(tmp_path, way):
+    """Also for the tests of its file, where a fixture enters it."""
+    phase = {"notes": "call", "setup": "setup"}[way]
+    (tmp_path / "notes").write_text(
+        f"tests/test_x.py::test_one[case a] ({phase})\ttests/chosen.py\n"
+        "tests/test_x.py::test_two (call)\ttests/entering.py\n\tREADME.md\n"
+    )
+    (tmp_path / "times").write_text(
+        "tests/test_x.py::test_one[case a]\t1.5\ntests/test_x.py::test_one[b]\t0.5\n"
+        "tests/test_x.py::test_two\t1\n"
+    )
+    record = entering.made_of(tmp_path / "notes", tmp_path / "times")
+    assert record["files"] == ["tests/chosen.py", "tests/entering.py"]
+    assert record["tests"]["tests/test_x.py::test_one"] == [2.0, [0] if way == "notes" else [0]]
+    assert record["tests"]["tests/test_x.py::test_two"] == [1.0, [1] if way == "notes" else [0, 1]]
+    assert json.loads(entering.written(record)) == record
+
+
+def test_make_runs_what_is_chosen():
+    command = ["make", "--dry-run", "test", "FILE=a.py b.py"]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=entering.ROOT).stdout
+    assert "-m tests.chosen --file a.py --file b.py -n 3" in said
+    command = ["make", "--dry-run", "test", "CHANGED=1"]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=entering.ROOT).stdout
+    assert "-m tests.chosen --changed HEAD -n 3" in said
