@@ -148,8 +148,8 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 
 # The tests start some hundred processes: with this set, each would compile the package again.
 # Files, or the commit from which they differ; 1 stands for the last one. See tests/chosen.py.
-FILE    ?=
-CHANGED ?=
+FILE    :=
+CHANGED :=
 SINCE   := $(if $(filter 1,$(CHANGED)),HEAD,$(CHANGED))
 CHOSEN   = tests.chosen $(FILE:%=--file %) $(if $(SINCE),--changed $(SINCE))
 
