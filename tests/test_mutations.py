@@ -338,14 +338,6 @@ def test_a_probe_passes_without_a_fault(tmp_path, runners):
         assert code == 0, output
 
 
-@pytest.mark.parametrize("name", IMPORTED_ANEW)
-def test_a_patch_outside_all_functions_is_told(name, tmp_path, runners):
-    (fault,) = (one for one in FAULTS if one.name == name)
-    patch = Patch(file=fault.file, text=patched((PACKAGE / fault.file).read_text(), fault))
-    code, output = run_probe(DP, tmp_path, runners, patch)
-    assert code == 1 and f"the patch of {fault.file} is in no function" in output, output
-
-
 def test_a_patch_that_no_longer_fits_is_told(tmp_path):
     copy_with_tests(tmp_path, "core/utils.py")
     fault = Fault("gone", "core/utils.py", "no such line", "", "")
