@@ -20,6 +20,7 @@ import pytest
 
 from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault, patched
 from minimegatron.exercises.labs.labs import PACKAGE
+from tests.asked import asked_for
 from tests.mutations_of_backend import CAUGHT_OF_BACKEND
 from tests.mutations_of_lines import CAUGHT_OF_LINES
 from tests.mutations_of_policy import CAUGHT_OF_POLICY
@@ -298,8 +299,7 @@ def run_broken(fault: Fault, folder: Path, runners: queue.Queue) -> tuple[int, s
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory, runners):
     """The faults of this run, two at a time; one process each, and the ranks that a probe starts."""
-    wanted = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    faults = [params["fault"] for params in wanted if isinstance(params.get("fault"), Fault)]
+    faults = asked_for(request, "test_the_fault_is_noticed", "fault")
     with ThreadPoolExecutor(2) as pool:
         running: dict[str, Future] = {
             fault.name: pool.submit(run_broken, fault, tmp_path_factory.mktemp(fault.name), runners)

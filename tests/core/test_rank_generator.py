@@ -4,12 +4,15 @@ import doctest
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from minimegatron.core import rank_generator
 from minimegatron.core.rank_generator import GROUP_KINDS, RankGenerator, all_groups, make_grids
-from tests.figures import QuietTime, figure
+from tests.figures import figure
+
+ROOT = Path(__file__).parents[2]
 
 
 def brute_force(sizes: dict[str, int], order: str, token: str) -> set[frozenset[int]]:
@@ -124,16 +127,29 @@ def test_rank_offset_and_left_out_words():
     assert RankGenerator(2, 1, 2, 1, 1, "TP-DP").get_ranks("DP") == [[0, 2], [1, 3]]
 
 
-def test_65536_ranks_in_under_two_seconds():
-    for sizes in ({"tp": 8, "pp": 16, "cp": 2, "ep": 8}, {}):
-        times: list[float] = []
-        while len(times) < 5 and not any(seconds < 2.0 for seconds in times):
-            clock = QuietTime()  # the machine has other work
-            groups = all_groups(65_536, **sizes)
-            times.append(clock.read())
-        assert all(sum(map(len, groups[name])) == 65_536 for name in ("tp", "pp", "dp", "ep"))
-        figure(f"65,536 ranks with {sizes} in {min(times):.2f} s of a quiet machine (bound: 2)")
-        assert min(times) < 2.0, f"{times} s for 65,536 ranks with {sizes}"
+ALL_GROUPS_OF_65536 = """
+from minimegatron.core.rank_generator import all_groups
+from tests.figures import QuietTime
+
+clock = QuietTime()  # the machine has other work
+groups = all_groups(65_536, **{sizes})
+print(clock.read())
+assert all(sum(map(len, groups[name])) == 65_536 for name in ("tp", "pp", "dp", "ep"))
+"""
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 8, "pp": 16, "cp": 2, "ep": 8}, {}])
+def test_65536_ranks_in_under_two_seconds(sizes: dict[str, int]):
+    """In a process of its own: here, the collector would look at what all other tests left, too."""
+    program = ALL_GROUPS_OF_65536.replace("{sizes}", repr(sizes))
+    times: list[float] = []
+    while len(times) < 5 and not any(seconds < 2.0 for seconds in times):
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        times.append(float(done.stdout))
+    figure(f"65,536 ranks with {sizes} in {min(times):.2f} s of a quiet machine (bound: 2)")
+    assert min(times) < 2.0, f"{times} s for 65,536 ranks with {sizes}"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from minimegatron.tracing.trace_view import Trace
 from minimegatron.training import exit_conditions, rerun_state
 from minimegatron.training.train_state import TrainState
+from tests.asked import asked_for
 from tests.ranks import run_ranks
 from tests.training.rerun_runs import FLAGS, Fault, run, saved_in
 from tests.training.short_runs import PP2, TP2, VP2, ZERO1
@@ -233,10 +234,8 @@ def once_and_twice(names: list[str]) -> dict:
 @pytest.fixture(scope="module")
 def kinds(request) -> list[dict]:
     """By rank, of the kinds that this session asks for."""
-    asked = [getattr(item, "callspec", None) for item in request.session.items]
-    names = {call.params["name"] for call in asked if call and "name" in call.params}
-    wanted = [name for name in KINDS if name in names]
-    return run_ranks(once_and_twice, 2, wanted, timeout=300)
+    names = asked_for(request, "test_a_repeated_step_gives_the_same", "name")
+    return run_ranks(once_and_twice, 2, names, timeout=300)
 
 
 @pytest.mark.parametrize(

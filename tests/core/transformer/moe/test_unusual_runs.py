@@ -18,6 +18,7 @@ from minimegatron.core import parallel_state
 from minimegatron.core.transformer.moe.experts import SequentialMLP
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
 from tests import test_failed_step
+from tests.asked import asked_for, asks_for
 from tests.figures import figure
 from tests.parity import Case, reference
 from tests.ranks import has_shared_memory, run_ranks
@@ -137,14 +138,14 @@ def all_runs(names: list[str], folder: str, path: str) -> dict:
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory) -> list[dict]:
     """By rank, what the tests of this session ask for."""
-    asked = [getattr(item, "callspec", None) for item in request.session.items]
-    names = {call.params["name"] for call in asked if call and "name" in call.params}
-    tests = {getattr(item, "function", None) for item in request.session.items}
-    wanted = [name for name in SAME if name in names]
-    wanted += ["overflow"] * (test_all_ranks_skip_a_step_in_which_one_expert_overflows in tests)
-    wanted += ["resumed"] * (test_resumed_in_another_layout in tests)
+    wanted = asked_for(request, "test_the_same_losses", "name")
+    if asks_for(request, "test_all_ranks_skip_a_step_in_which_one_expert_overflows"):
+        wanted.append("overflow")
+    if asks_for(request, "test_resumed_in_another_layout"):
+        wanted.append("resumed")
     # Over gloo a rank cannot tell the others that it has failed.
-    wanted += ["failed"] * (test_a_good_step_follows_a_failed_one in tests and has_shared_memory())
+    if asks_for(request, "test_a_good_step_follows_a_failed_one") and has_shared_memory():
+        wanted.append("failed")
     folder = tmp_path_factory.mktemp("runs")
     path = reference(FAILS.serial(), folder)
     return run_ranks(all_runs, 4, wanted, str(folder / "saved"), path, timeout=250)
