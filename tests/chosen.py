@@ -1,4 +1,4 @@
-"""Runs the tests that a change needs, in under two minutes: `make test FILE=...`, `make test CHANGED=1`.
+"""Runs the tests that a change needs: `make test FILE=...`, `make test CHANGED=1`; two minutes at most.
 
     python -m tests.chosen --file minimegatron/core/pipeline_parallel/schedules.py
     python -m tests.chosen --changed HEAD

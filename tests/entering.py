@@ -4,8 +4,8 @@
 
 Every Python process of such a run notes the file of each function that it calls and each file that it
 opens, with the test for which it works: ranks, programs, exercise rooms too, since a `.pth` file starts
-the notes in each interpreter of `.venv`. What a test's fixtures enter counts for all tests of its file:
-the first one alone has set them up.
+the notes in each interpreter of `.venv`. To import a file is not to enter it. What a test's fixtures
+enter counts for all tests of its file: the first one alone has set them up.
 """
 
 import argparse
@@ -26,14 +26,17 @@ RECORD = ROOT / "tests" / "entered.json"
 FOLDER = "MINIMEGATRON_ENTERED"
 """The variable with the folder of the notes; without it nothing is noted."""
 TIMES, NOTES = "times", "notes"
+SECONDS_APART = 10.0
+"""Cases of one function stand apart in the record if they take more than this together."""
 
 
 class Notes:
-    """What this process has noted, with the test that pytest names in the environment."""
+    """What this process has noted, with the test that runs in its worker of pytest."""
 
     def __init__(self, folder: str):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._file = os.open(os.path.join(folder, NOTES), flags, 0o666)
+        self._folder = folder
         self._own = f"{ROOT}/"
         self._not_ours = tuple(f"{ROOT}/{name}/" for name in (".venv", ".git", "build", "site"))
         self._codes: set[int] = set()
@@ -43,7 +46,7 @@ class Notes:
     def enter(self, frame: FrameType, event: str, argument: Any) -> None:
         """For `sys.settrace`: a function begins. None: its lines are not traced."""
         code = frame.f_code
-        if id(code) not in self._codes:
+        if id(code) not in self._codes and code.co_name != "<module>":
             self.note(code.co_filename)
             self._codes.add(id(code))
 
@@ -54,20 +57,35 @@ class Notes:
 
     def note(self, path: str) -> None:
         """Once for each test."""
-        if not path.startswith(self._own) or path.startswith(self._not_ours):
+        is_ours = path.startswith(self._own) and not path.startswith(self._not_ours)
+        if not is_ours or "/__pycache__/" in path:
             return
-        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        test = self._current()
         if test != self._test:
             self._codes.clear()
             self._paths.clear()
             self._test = test
-        if path not in self._paths:
+        if test and path not in self._paths:
             self._paths.add(path)
             os.write(self._file, f"{test}\t{path.removeprefix(self._own)}\n".encode())
 
+    def _current(self) -> str:
+        """From a file: in the environment, the server that forks ranks would keep its first test's."""
+        try:
+            with open(place_of_test(self._folder)) as file:
+                return file.read()
+        except OSError:
+            return ""
+
     def forget(self) -> None:
-        """The next test enters its files itself."""
+        """The next test enters its files itself; the one before may have traced something else."""
         self._codes.clear()
+        sys.settrace(self.enter)
+
+
+def place_of_test(folder: str) -> str:
+    """The file that says what runs in the worker of pytest that started this process, or is it."""
+    return os.path.join(folder, f"runs-in-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}")
 
 
 def start() -> Callable[[], None] | None:
@@ -86,13 +104,24 @@ def start() -> Callable[[], None] | None:
 
 
 class Plugin:
-    """Notes belong to the test that runs; and how long each took."""
+    """Says which test runs, and how long each took.
+
+    pytest is imported by the command alone: every process that it starts imports this file.
+    """
 
     def __init__(self, folder: str):
         self._folder = folder
         self._forget = start() or (lambda: None)
 
-    def pytest_runtest_logstart(self) -> None:
+    def pytest_runtest_setup(self, item: Any) -> None:
+        self._begins(item, "setup")
+
+    def pytest_runtest_call(self, item: Any) -> None:
+        self._begins(item, "call")
+
+    def _begins(self, item: Any, phase: str) -> None:
+        with open(place_of_test(self._folder), "w") as file:
+            file.write(f"{item.nodeid} ({phase})")
         self._forget()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -110,36 +139,58 @@ def pytest_configure(config: Any) -> None:
 # -- The record --
 
 
-def function_of(test: str) -> str:
-    """The test without its case and without the phase that pytest adds.
+def without_phase(test: str) -> str:
+    """As pytest names the test, without what it adds in the environment.
 
-    >>> function_of("tests/test_a.py::test_b[x (call)] (setup)")
+    >>> without_phase("tests/test_a.py::test_b[x (call)] (setup)")
+    'tests/test_a.py::test_b[x (call)]'
+    """
+    return test.rpartition(" (")[0]
+
+
+def function_of(test: str) -> str:
+    """The test without its case.
+
+    >>> function_of("tests/test_a.py::test_b[x[0]]")
     'tests/test_a.py::test_b'
     """
-    return test.partition("[")[0].partition(" (")[0]
+    return test.partition("[")[0]
 
 
 def made_of(notes: Path, times: Path) -> dict[str, Any]:
-    """The record: each test's seconds and files, the files as numbers in a list."""
-    entered: defaultdict[str, set[str]] = defaultdict(set)
-    fixtures: defaultdict[str, set[str]] = defaultdict(set)
-    for line in notes.read_text(errors="replace").splitlines():
-        test, _, path = line.rpartition("\t")
-        if (ROOT / path).is_file() and test:
-            name = function_of(test)
-            entered[name].add(path)
-            if test.endswith("(setup)"):
-                fixtures[name.partition("::")[0]].add(path)
+    """The record: each test's seconds and files, the files as numbers in a list.
+
+    Cases of one function stand apart if they take more than `SECONDS_APART` together.
+    """
     seconds: defaultdict[str, float] = defaultdict(float)
     for line in times.read_text().splitlines():
         test, _, took = line.rpartition("\t")
-        seconds[function_of(test)] += float(took)
+        seconds[test] += float(took)
+    together: defaultdict[str, float] = defaultdict(float)
+    for test, took in seconds.items():
+        together[function_of(test)] += took
+
+    def named(test: str) -> str:
+        function = function_of(test)
+        return test if together[function] > SECONDS_APART else function
+
+    entered: defaultdict[str, set[str]] = defaultdict(set)
+    fixtures: defaultdict[str, set[str]] = defaultdict(set)
+    for line in notes.read_text(errors="replace").splitlines():
+        at, _, path = line.rpartition("\t")
+        if at and (ROOT / path).is_file():
+            test = named(without_phase(at))
+            entered[test].add(path)
+            if at.endswith("(setup)"):
+                fixtures[test.partition("::")[0]].add(path)
     files = sorted({path for paths in entered.values() for path in paths})
     number = {path: place for place, path in enumerate(files)}
-    tests = {}
-    for name in sorted(seconds):
+    tests: dict[str, Any] = {}
+    for test, took in sorted(seconds.items()):
+        name = named(test)
         paths = entered[name] | fixtures[name.partition("::")[0]]
-        tests[name] = [round(seconds[name], 2), sorted(number[path] for path in paths)]
+        before = tests[name][0] if name in tests else 0
+        tests[name] = [round(before + took, 2), sorted(number[path] for path in paths)]
     return {"files": files, "tests": tests}
 
 
@@ -165,10 +216,10 @@ def main() -> int:
         call = f"__import__('runpy').run_path({str(Path(__file__))!r})['start']()"
         start_file.write_text(f"import os; os.environ.get({FOLDER!r}) and {call}\n")
         try:
-            code = pytest.main(["-p", "tests.entering", "-m", "full or not full", *rest])
-            record = made_of(Path(folder, NOTES), Path(folder, TIMES))
+            code = pytest.main(["-p", "tests.entering", *rest])
         finally:
             start_file.unlink()
+        record = made_of(Path(folder, NOTES), Path(folder, TIMES))
     RECORD.write_text(written(record))
     print(f"{len(record['tests'])} tests and {len(record['files'])} files, in {RECORD}")
     return int(code)

@@ -30,7 +30,10 @@ def test_tests_that_enter_a_file_come_by_how_much_they_say_of_it():
 
 
 def test_tests_whose_own_file_has_changed_come_first():
-    assert names(["minimegatron/core/a.py", "tests/test_far.py"])[:2] == ["test_little", "test_much"]
+    assert names(["minimegatron/core/a.py", "tests/test_far.py"])[:2] == [
+        "test_little",
+        "test_much",
+    ]
 
 
 def test_the_time_is_kept_and_what_is_left_is_told():
@@ -50,7 +53,7 @@ def test_a_known_mistake_belongs_to_the_file_in_which_it_is_made():
 
 
 def test_what_has_changed(tmp_path, monkeypatch):
-    """Against a commit, with files that git does not know; without any, what the last commit changed."""
+    """Against a commit, with files that git does not know; without any, the last commit's."""
     answers = {
         ("diff", "--name-only", "HEAD"): "",
         ("ls-files", "--others", "--exclude-standard"): "",
