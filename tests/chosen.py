@@ -4,9 +4,10 @@
     python -m tests.chosen --changed HEAD
 
 Which tests enter a file is in entered.json (`entering` records it). First come tests whose own file
-has changed, then those of the file that is named after a changed one, then those that enter the fewest
-other files: they say most about it. When the time is full, the rest is left to `make test`, and the
-command says how much that is.
+has changed, then those of the file that is named after a changed one (or, if no test enters that one,
+of files that name it), then known mistakes in it, then tests that enter the fewest other files: they
+say most about it. When the time is full, the rest is left to `make test`, and the command says how much
+that is.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,21 +64,34 @@ def choose(files: list[str], record: dict, seconds: float = SECONDS) -> Chosen:
     number = {path: place for place, path in enumerate(record["files"])}
     wanted = {number[path] for path in files if path in number}
     tests_changed = {path for path in files if re.search(r"tests/.*test_\w+\.py$", path)}
+    known = {name.partition("::")[0] for name in record["tests"]}
+    telling = {path for path in known if any(is_named_after(path, other) for other in files)}
+    telling |= naming([path for path in files if path not in number], known)
     found = []
     for name, (takes, entered) in record["tests"].items():
         file = name.partition("::")[0]
-        named = any(is_named_after(file, path) for path in files)
-        if file in tests_changed or named or not wanted.isdisjoint(entered):
-            found.append((file not in tests_changed, not named, len(entered), takes, name))
+        if file in tests_changed | telling or not wanted.isdisjoint(entered):
+            found.append(
+                (file not in tests_changed, file not in telling, len(entered), takes, name)
+            )
     found += [(True, True, 0, SECONDS_OF_A_FAULT, name) for name in faults_in(files)]
     names, total = [], 0.0
     for *_, takes, name in sorted(found):
         if total + takes <= seconds:
             names.append(name)
             total += takes
-    known = {name.partition("::")[0] for name in record["tests"]}
     unknown = [path for path in tests_changed - known if (ROOT / path).is_file()]
     return Chosen([*unknown, *names], len(found), total, sum(takes for *_, takes, _ in found))
+
+
+def naming(files: list[str], tests: Iterable[str]) -> set[str]:
+    """Files of tests with the name of one of `files`, which no test enters: tables, new files."""
+    names = {Path(path).stem if path.endswith(".py") else Path(path).name for path in files}
+    if not (names := names - {"__init__"}):
+        return set()
+    word = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names)))})\b")
+    there = (path for path in tests if (ROOT / path).is_file())
+    return {path for path in there if word.search((ROOT / path).read_text())}
 
 
 def faults_in(files: list[str]) -> Iterator[str]:

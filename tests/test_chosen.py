@@ -1,7 +1,9 @@
 """`make test FILE=...` and `CHANGED=1`: which tests are chosen for a change, and that they are run."""
 
 import json
+import os
 import subprocess
+import sys
 
 import pytest
 
@@ -46,6 +48,16 @@ def test_a_file_of_tests_that_is_not_recorded_yet_is_run_whole():
     assert choose(["tests/test_chosen.py"], RECORD).names[0] == "tests/test_chosen.py"
 
 
+def test_a_file_that_no_test_enters_has_the_tests_that_name_it(tmp_path, monkeypatch):
+    """Not those that have its name as a part of another."""
+    monkeypatch.setattr(chosen, "ROOT", tmp_path)
+    (tmp_path / "tests" / "core").mkdir(parents=True)
+    (tmp_path / "tests" / "core" / "test_a.py").write_text("from minimegatron.core import sizes\n")
+    (tmp_path / "tests" / "test_far.py").write_text("resizes = 1\n")
+    assert names(["minimegatron/core/sizes.py"]) == ["test_one"]
+    assert names(["README.md"]) == []
+
+
 def test_a_known_mistake_belongs_to_the_file_in_which_it_is_made():
     found = choose(["minimegatron/core/pipeline_parallel/loops.py"], RECORD)
     name = "tests/test_mutations.py::test_the_fault_is_noticed[one-warm-up-too-many]"
@@ -83,23 +95,58 @@ def test_the_record_is_of_tests_and_files_that_there_are():
     assert len(unknown) < 0.1 * len(files), "run: make test-map"
 
 
-@pytest.mark.parametrize("way", ["notes", "setup"])
-def test_what_a_test_enters_is_noted_with_its_name(tmp_path, way):
+@pytest.mark.parametrize("phase", ["call", "setup"])
+def test_what_a_test_enters_is_noted_with_its_name(tmp_path, phase):
     """Also for the tests of its file, where a fixture enters it."""
-    phase = {"notes": "call", "setup": "setup"}[way]
     (tmp_path / "notes").write_text(
-        f"tests/test_x.py::test_one[case a] ({phase})\ttests/chosen.py\n"
+        f"tests/test_x.py::test_one[case (a)] ({phase})\ttests/chosen.py\n"
         "tests/test_x.py::test_two (call)\ttests/entering.py\n\tREADME.md\n"
     )
     (tmp_path / "times").write_text(
-        "tests/test_x.py::test_one[case a]\t1.5\ntests/test_x.py::test_one[b]\t0.5\n"
+        "tests/test_x.py::test_one[case (a)]\t1.5\ntests/test_x.py::test_one[b]\t0.5\n"
         "tests/test_x.py::test_two\t1\n"
     )
     record = entering.made_of(tmp_path / "notes", tmp_path / "times")
     assert record["files"] == ["tests/chosen.py", "tests/entering.py"]
-    assert record["tests"]["tests/test_x.py::test_one"] == [2.0, [0] if way == "notes" else [0]]
-    assert record["tests"]["tests/test_x.py::test_two"] == [1.0, [1] if way == "notes" else [0, 1]]
+    assert record["tests"]["tests/test_x.py::test_one"] == [2.0, [0]]
+    assert record["tests"]["tests/test_x.py::test_two"] == [1.0, [1] if phase == "call" else [0, 1]]
     assert json.loads(entering.written(record)) == record
+
+
+def test_cases_that_take_long_stand_apart(tmp_path):
+    (tmp_path / "notes").write_text("tests/test_x.py::test_one[a] (call)\ttests/chosen.py\n")
+    (tmp_path / "times").write_text(
+        "tests/test_x.py::test_one[a]\t8\ntests/test_x.py::test_one[a]\t1\n"
+        "tests/test_x.py::test_one[b]\t2.0\n"
+    )
+    assert entering.made_of(tmp_path / "notes", tmp_path / "times")["tests"] == {
+        "tests/test_x.py::test_one[a]": [9.0, [0]],
+        "tests/test_x.py::test_one[b]": [2.0, []],
+    }
+
+
+@pytest.mark.processes
+def test_ranks_and_programs_note_for_the_test_that_runs(tmp_path):
+    """A forked process too, whose environment is of the time when its server began."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "from tests import entering\n"
+        "entering.start()\n"
+        "from tests import chosen, checkout\n"
+        "for name in ('one', 'two'):\n"
+        "    open(entering.place_of_test(sys.argv[1]), 'w').write(f'tests/test_x.py::{name} (call)')\n"
+        "    if os.fork() == 0:\n"
+        "        chosen.is_named_after('a', 'b') if name == 'one' else checkout.git('version')\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    environment = os.environ | {entering.FOLDER: str(tmp_path), "PYTHONPATH": str(entering.ROOT)}
+    subprocess.run([sys.executable, program, tmp_path], env=environment, check=True)
+    noted = (tmp_path / "notes").read_text().splitlines()
+    assert "tests/test_x.py::one (call)\ttests/chosen.py" in noted
+    assert "tests/test_x.py::two (call)\ttests/checkout.py" in noted
+    assert "tests/test_x.py::two (call)\ttests/chosen.py" not in noted
 
 
 def test_make_runs_what_is_chosen():
