@@ -2,6 +2,7 @@
 #                 MODEL=t5 or MODEL=mamba another model, with MODEL=rl a GPT that learns from rewards
 # make test    run the tests; with FILE=minimegatron/core/x.py, or with CHANGED=1 for what differs from the
 #                 last commit, those that a change needs, in under two minutes
+# make test-map  record which tests enter which file, for FILE and CHANGED; half an hour or more
 # make test-full  the same, and slower tests of the same things; its log is
 #                 tests/full_log.jsonl
 # make test-gloo  the tests whose ranks exchange tensors, as on systems without memory shared by ranks
@@ -80,8 +81,8 @@ DEMO_rl = $(LAUNCH) -m minimegatron.train_rl \
   --lr 1e-3 --lr-decay-style constant --train-iters 200 --log-interval 40 $(LAYOUT)
 JUDGED_rl = $(BIN)/python -m minimegatron.rl.demo
 
-.PHONY: bench gpu-check torch-check demo test test-map test-full test-gloo test-stress lint timeline traces docs \
-  docs-serve docs-version release-check chromium notebooks
+.PHONY: bench gpu-check torch-check demo test test-map test-full test-gloo test-stress lint timeline traces \
+  docs docs-serve docs-version release-check chromium notebooks
 
 define OTHERS_gpt
 Other layouts of the same model, one line each:
@@ -146,18 +147,18 @@ demo: $(VENV)/.installed$(if $(filter bert t5,$(MODEL)),-data)
 # Three workers on two processors: many tests wait. What takes longest comes first, see tests/conftest.py.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 
-# The tests start some hundred processes: with this set, each would compile the package again.
 # Files, or the commit from which they differ; 1 stands for the last one. See tests/chosen.py.
 FILE    :=
 CHANGED :=
 SINCE   := $(if $(filter 1,$(CHANGED)),HEAD,$(CHANGED))
 CHOSEN   = tests.chosen $(FILE:%=--file %) $(if $(SINCE),--changed $(SINCE))
 
+# The tests start some hundred processes: with this set, each would compile the package again.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-conformance chromium
 	$(BIN)/python -m $(strip $(if $(FILE)$(CHANGED),$(CHOSEN),pytest -v)) $(SPREAD)
 
-# Which tests enter which file, recorded anew into tests/entered.json; an hour.
+# A `.pth` file in .venv starts the notes in each process, and is removed at the end.
 test-map: export PYTHONDONTWRITEBYTECODE =
 test-map: $(VENV)/.installed-conformance chromium
 	$(BIN)/python -m tests.entering $(SPREAD)
