@@ -1,6 +1,7 @@
 """Records which files of this repository each test enters or reads, into entered.json, for `chosen`.
 
-    make test-map    or    python -m tests.entering [arguments of pytest]
+    make test-map
+    python -m tests.entering tests/core/test_collectives.py    # the others stay as they are recorded
 
 Every Python process of such a run notes the file of each function that it calls and each file that it
 opens, with the test for which it works: ranks, programs, exercise rooms too, since a `.pth` file starts
@@ -183,15 +184,37 @@ def made_of(notes: Path, times: Path) -> dict[str, Any]:
             entered[test].add(path)
             if at.endswith("(setup)"):
                 fixtures[test.partition("::")[0]].add(path)
-    files = sorted({path for paths in entered.values() for path in paths})
+    took_of: defaultdict[str, float] = defaultdict(float)
+    for test, took in seconds.items():
+        took_of[named(test)] += took
+    return numbered(
+        {
+            name: (took_of[name], entered[name] | fixtures[name.partition("::")[0]])
+            for name in took_of
+        }
+    )
+
+
+def numbered(tests: dict[str, tuple[float, set[str]]]) -> dict[str, Any]:
+    """The record of tests, each with its seconds and its files."""
+    files = sorted({path for _, paths in tests.values() for path in paths})
     number = {path: place for place, path in enumerate(files)}
-    tests: dict[str, Any] = {}
-    for test, took in sorted(seconds.items()):
-        name = named(test)
-        paths = entered[name] | fixtures[name.partition("::")[0]]
-        before = tests[name][0] if name in tests else 0
-        tests[name] = [round(before + took, 2), sorted(number[path] for path in paths)]
-    return {"files": files, "tests": tests}
+    rows = {
+        name: [round(took, 2), sorted(number[path] for path in paths)]
+        for name, (took, paths) in sorted(tests.items())
+    }
+    return {"files": files, "tests": rows}
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The old record, with each file of tests that is in the new one as it is there."""
+    again = {name.partition("::")[0] for name in new["tests"]}
+    tests = {}
+    for record in (old, new):
+        for name, (took, paths) in record["tests"].items():
+            if record is new or name.partition("::")[0] not in again:
+                tests[name] = (took, {record["files"][number] for number in paths})
+    return numbered(tests)
 
 
 def written(record: dict[str, Any]) -> str:
@@ -220,6 +243,8 @@ def main() -> int:
         finally:
             start_file.unlink()
         record = made_of(Path(folder, NOTES), Path(folder, TIMES))
+    if any(word.startswith("tests/") for word in rest) and RECORD.exists():
+        record = merged(json.loads(RECORD.read_text()), record)
     RECORD.write_text(written(record))
     print(f"{len(record['tests'])} tests and {len(record['files'])} files, in {RECORD}")
     return int(code)

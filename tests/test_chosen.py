@@ -125,6 +125,23 @@ def test_cases_that_take_long_stand_apart(tmp_path):
     }
 
 
+def test_files_of_tests_are_recorded_anew_one_by_one():
+    """What there was of such a file is gone, also a test that is no more."""
+    new = {
+        "files": ["minimegatron/core/c.py"],
+        "tests": {"tests/test_far.py::test_new": [1.5, [0]]},
+    }
+    record = entering.merged(RECORD, new)
+    assert [*record["tests"]] == [
+        "tests/core/test_a.py::test_one",
+        "tests/test_far.py::test_new",
+        "tests/test_other.py::test_other",
+    ]
+    assert record["files"][2] == "minimegatron/core/c.py"
+    assert record["tests"]["tests/test_far.py::test_new"] == [1.5, [2]]
+    assert record["tests"]["tests/core/test_a.py::test_one"] == [2.0, [0, 1, 3]]
+
+
 @pytest.mark.processes
 def test_ranks_and_programs_note_for_the_test_that_runs(tmp_path):
     """A forked process too, whose environment is of the time when its server began."""
