@@ -11,7 +11,6 @@ that is.
 """
 
 import argparse
-import json
 import re
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.checkout import git
-from tests.entering import RECORD, ROOT
+from tests.entering import RECORD, ROOT, read
 
 SECONDS = 150.0
 """Of all chosen tests together, as recorded; two or three run at a time."""
@@ -116,7 +115,7 @@ def main(words: list[str] | None = None) -> int:
     if missing or not files:
         print(f"no such file: {', '.join(missing)}" if missing else "nothing has changed")
         return 2
-    record = json.loads(RECORD.read_text())
+    record = read(RECORD.read_text())
     chosen = choose(files, record, args.seconds)
     print(
         f"{len(files)} changed, {chosen.num_entering} tests enter them (about "

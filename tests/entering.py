@@ -218,13 +218,35 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(record: dict[str, Any]) -> str:
-    """As JSON, a file and a test per line."""
+    """As JSON, a line per file and per test; of a file of tests first what all its tests enter."""
+    by_file: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for name, row in record["tests"].items():
+        file, _, test = name.partition("::")
+        by_file[file][test] = row
+    lines = []
+    for file, rows in by_file.items():
+        common = set.intersection(*(set(paths) for _, paths in rows.values()))
+        lines.append(f"{json.dumps(file)}: {json.dumps(sorted(common), separators=(',', ':'))}")
+        for test, (took, paths) in rows.items():
+            row = [took, sorted(set(paths) - common)]
+            name = json.dumps(f"{file}::{test}")
+            lines.append(f"{name}: {json.dumps(row, separators=(',', ':'))}")
     files = ",\n".join(json.dumps(path) for path in record["files"])
-    rows = (
-        f"{json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}"
-        for name, row in record["tests"].items()
-    )
-    return f'{{"files": [\n{files}\n],\n"tests": {{\n' + ",\n".join(rows) + "\n}}\n"
+    return f'{{"files": [\n{files}\n],\n"tests": {{\n' + ",\n".join(lines) + "\n}}\n"
+
+
+def read(text: str) -> dict[str, Any]:
+    """What `written` wrote, with all of each test."""
+    said = json.loads(text)
+    rows = {name: row for name, row in said["tests"].items() if "::" in name}
+    common = said["tests"]
+    return {
+        "files": said["files"],
+        "tests": {
+            name: [took, sorted({*paths, *common[name.partition("::")[0]]})]
+            for name, (took, paths) in rows.items()
+        },
+    }
 
 
 def main() -> int:
@@ -244,7 +266,7 @@ def main() -> int:
             start_file.unlink()
         record = made_of(Path(folder, NOTES), Path(folder, TIMES))
     if any(word.startswith("tests/") for word in rest) and RECORD.exists():
-        record = merged(json.loads(RECORD.read_text()), record)
+        record = merged(read(RECORD.read_text()), record)
     RECORD.write_text(written(record))
     print(f"{len(record['tests'])} tests and {len(record['files'])} files, in {RECORD}")
     return int(code)

@@ -1,6 +1,5 @@
 """`make test FILE=...` and `CHANGED=1`: which tests are chosen for a change, and that they are run."""
 
-import json
 import os
 import subprocess
 import sys
@@ -83,7 +82,7 @@ def test_a_file_that_is_not_there_is_refused(capsys):
 
 
 def test_the_record_is_of_tests_and_files_that_there_are():
-    record = json.loads(entering.RECORD.read_text())
+    record = entering.read(entering.RECORD.read_text())
     gone = [path for path in record["files"] if not (entering.ROOT / path).is_file()]
     assert len(gone) < 0.05 * len(record["files"]), "run: make test-map"
     files = {name.partition("::")[0] for name in record["tests"]}
@@ -110,7 +109,15 @@ def test_what_a_test_enters_is_noted_with_its_name(tmp_path, phase):
     assert record["files"] == ["tests/chosen.py", "tests/entering.py"]
     assert record["tests"]["tests/test_x.py::test_one"] == [2.0, [0]]
     assert record["tests"]["tests/test_x.py::test_two"] == [1.0, [1] if phase == "call" else [0, 1]]
-    assert json.loads(entering.written(record)) == record
+    assert entering.read(entering.written(record)) == record
+
+
+def test_what_all_tests_of_a_file_enter_is_written_once():
+    assert entering.read(entering.written(RECORD)) == RECORD
+    assert (
+        '"tests/test_far.py": [0],\n"tests/test_far.py::test_much": [5.0,[1,2]]'
+        in entering.written(RECORD)
+    )
 
 
 def test_cases_that_take_long_stand_apart(tmp_path):
