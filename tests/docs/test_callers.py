@@ -75,6 +75,13 @@ KNOWN = {
     "a method's result": "def f(x: Engine): x.again().start()",
     "a property": "def f(x: Engine): x.twin.start()",
     "a field of a pair": "def f(x: Pair): x.engine.start()",
+    "a part of a pair": "def f(x: Pair):\n    y, _ = x\n    y.start()",
+    "a loop over pairs": "def f(x: list[Pair]):\n    for y, _ in x: y.start()",
+    "what a loop makes": "def f(y):\n    z = [make() for x in y]\n    z[0].start()",
+    "a list that grows": (
+        "class A:\n    x: list[Engine] = []\n    def g(self): self.x += [1]\n"
+        "    def f(self):\n        for y in self.x: y.start()"
+    ),
     "a loop": "def f(x: list[Engine]):\n    for y in x: y.start()",
     "a loop with numbers": "def f(x: list[Engine]):\n    for i, y in enumerate(x): y.start()",
     "a loop over two": "def f(x: list[Engine]):\n    for _, y in zip(x, x): y.start()",
@@ -95,7 +102,6 @@ KNOWN = {
     "the module of a constant": "X = Engine()\ndef f(): X.start()",
 }
 UNKNOWN = {
-    "a pair that is unpacked": "def f(x: Pair):\n    y, _ = x\n    y.start()",
     "no annotation": "def f(x): x.start()",
     "two classes": "def f(x: Engine | Clock): x.start()",
     "a parameter hides the constant": "X = Engine()\ndef f(X): X.start()",

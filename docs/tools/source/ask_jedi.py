@@ -6,7 +6,8 @@ and `with`.
 jedi sees the package alone, and its own description of Python's library: what is installed beside it
 changes no answer. It gets a copy of the files, with some help at the ends of lines and below the last
 one: what a class says of its attributes, imports of names that the module looks up on first use
-(`exports.lazily`), and a `zip` that jedi can read.
+(`exports.lazily`), and a `zip` that jedi can read. Two things it does not do are done here: it takes
+NamedTuples apart, and knows what a loop over something unknown makes (`_Jedi._parts`).
 """
 
 import ast
@@ -14,6 +15,7 @@ import builtins
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -24,6 +26,7 @@ from source.class_families import CALLED, CLASS, ENTERED, MODULE, OBJECT, Famili
 At = tuple[int, int]
 """Where an expression ends: line, and column in bytes, as `ast` counts."""
 METHODS = {CALLED: "__call__", ENTERED: "__enter__"}
+SAID_TOO = frozenset(["functools.cached_property", "typing.NamedTuple"])
 LONG_TUPLE = re.compile(r"\btuple(\[(?:[^][]|\[[^][]*\])*), \.\.\.\]")
 """One of any length, of which jedi does not say what it holds, with a list's it does."""
 ZIP = """
@@ -47,11 +50,18 @@ class _Jedi:
     def __init__(self, families: Families, folder: Path):
         # Most builds ask nothing, and need no jedi.
         import jedi
+        import parso.cache
         from jedi.api.classes import Name
         from jedi.api.helpers import infer
+        from jedi.inference.base_value import ValueSet
         from jedi.inference.context import CompForContext
+        from jedi.inference.lazy_value import LazyKnownValues
 
         self.infer, self.name, self.loop_context = infer, Name, CompForContext
+        self.iterate, self.unknown, self.part = ValueSet.iterate, ValueSet([]), LazyKnownValues
+        ValueSet.iterate = lambda values, *args, **kwargs: self._parts(values, args, kwargs)
+        # Else files are forgotten after ten minutes; read again, they are not those jedi has noted.
+        parso.cache._CACHED_SIZE_TRIGGER = 10_000
         jedi.settings.cache_directory = str(folder / "cache")
         # A parameter without annotation is of no class, whoever calls the function.
         jedi.settings.dynamic_params = False
@@ -99,14 +109,32 @@ class _Jedi:
         values = self.infer(script._inference_state, context, leaf)
         return [self.name(script._inference_state, value.name) for value in values]
 
+    def _parts(self, values: Any, args: tuple, kwargs: dict) -> Iterator:
+        """What a loop over the values meets: jedi's `ValueSet.iterate`, and more.
+
+        A NamedTuple has its fields in their order, `for node, start, end in nodes`. What is unknown has
+        one part: so `[f(x) for x in unknown]` holds what `f` returns.
+        """
+        fields = [self._fields(value) for value in values]
+        if fields and all(fields):
+            value, names = next(iter(values)), fields[0]
+            yield from (self.part(value.py__getattribute__(name)) for name in names)
+        else:
+            yield from list(self.iterate(values, *args, **kwargs)) or [self.part(self.unknown)]
+
+    def _fields(self, value: Any) -> list[str]:
+        symbol = self.families.find(self.name(None, value.name).full_name or "")
+        return self.families.fields(symbol) if value.is_instance() and symbol else []
+
     def _one(self, answers: list, name: str) -> Thing | None:
         """What all answers are; if each is an object of the class of one, or below it, that one.
 
-        What has no such name is not meant: None, and lists beside what they hold.
+        What has no such name is not meant: None, and lists beside what they hold; nor is what jedi
+        says of some decorators and bases too.
         """
         things = set()
         for one in answers:
-            if _is_without(one.full_name or "", name):
+            if one.full_name in SAID_TOO or _is_without(one.full_name or "", name):
                 continue
             what = {"instance": OBJECT, "class": CLASS, "module": MODULE}.get(one.type)
             symbol = self.families.find(one.full_name or "")
@@ -204,9 +232,12 @@ def _repeated_annotations(tree: ast.Module) -> dict[At, str]:
             for node in cls.body
             if isinstance(node, ast.AnnAssign)
         }
-        for node in (node for node in ast.walk(cls) if isinstance(node, ast.Assign)):
+        for node in ast.walk(cls):
+            if not isinstance(node, ast.Assign | ast.AugAssign):
+                continue
             end = (node.end_lineno, node.end_col_offset)
-            for part in (part for target in node.targets for part in ast.walk(target)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for part in (part for target in targets for part in ast.walk(target)):
                 name = ast.unparse(part).removeprefix("self.")
                 if isinstance(part, ast.Attribute) and name in said:
                     found[end] = found.get(end, "") + f"; self.{name}: {said[name]}"

@@ -70,6 +70,13 @@ class Families:
         names = [ast.unparse(mark) for mark in getattr(node, "decorator_list", ())]
         return any(name.endswith("property") for name in names)
 
+    def fields(self, symbol: Symbol) -> list[str]:
+        """Of a NamedTuple, in order; of anything else none."""
+        if not self.is_class(symbol) or "NamedTuple" not in self.line_of(symbol):
+            return []
+        body = self.nodes[symbol].body
+        return [ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)]
+
     # -- Above and below --
 
     def _line_of(self, cls: Symbol) -> tuple[Symbol | str, ...]:

@@ -132,7 +132,9 @@ def _lookups(tree: ast.Module, classes: dict[int, Symbol]) -> Iterator[LookUp]:
             what = _known_by_itself(node.value) if owner else None
             yield LookUp(node.attr, node.value, node, Thing(what, owner) if what else None)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            yield LookUp(CALLED, node.func, node.func)
+            # `super().__call__` is what is called, not an object: jedi takes it for its own class's.
+            if getattr(node.func, "attr", "") != "__call__":
+                yield LookUp(CALLED, node.func, node.func)
         elif isinstance(node, ast.withitem):
             yield LookUp(ENTERED, node.context_expr, node.context_expr)
         if isinstance(node, ast.ClassDef):
