@@ -24,6 +24,8 @@ from tests.entering import RECORD, ROOT, read
 SECONDS = 150.0
 """Of all chosen tests together, as recorded; two or three run at a time."""
 SECONDS_OF_A_FAULT = 1.5
+SECONDS_OF_THE_SITE = 75.0
+"""To build it, once for all tests that look at it."""
 ALWAYS = ("tests/test_house.py", "tests/test_table.py")
 
 
@@ -66,6 +68,8 @@ def choose(files: list[str], record: dict, seconds: float = SECONDS) -> Chosen:
     known = {name.partition("::")[0] for name in record["tests"]}
     telling = {path for path in known if any(is_named_after(path, other) for other in files)}
     telling |= naming([path for path in files if path not in number], known)
+    of_site = {path for path in known if needs_the_site(path)}
+    is_of_site = any(path.startswith("docs/") or path == "mkdocs.yml" for path in files)
     found = []
     for name, (takes, entered) in record["tests"].items():
         file = name.partition("::")[0]
@@ -74,13 +78,22 @@ def choose(files: list[str], record: dict, seconds: float = SECONDS) -> Chosen:
                 (file not in tests_changed, file not in telling, len(entered), takes, name)
             )
     found += [(True, True, 0, SECONDS_OF_A_FAULT, name) for name in faults_in(files)]
-    names, total = [], 0.0
+    names, total = [], SECONDS_OF_THE_SITE if is_of_site else 0.0
     for *_, takes, name in sorted(found):
-        if total + takes <= seconds:
+        is_left = name.partition("::")[0] in of_site and not is_of_site
+        if total + takes <= seconds and not is_left:
             names.append(name)
             total += takes
     unknown = [path for path in tests_changed - known if (ROOT / path).is_file()]
     return Chosen([*unknown, *names], len(found), total, sum(takes for *_, takes, _ in found))
+
+
+def needs_the_site(test_file: str) -> bool:
+    """Whether its tests look at the built site: they are chosen for a change in docs/ alone."""
+    if not test_file.startswith("tests/docs/") or not (ROOT / test_file).is_file():
+        return False
+    text = (ROOT / test_file).read_text()
+    return re.search(r"\bdef \w+\([^)]*\b(site|address)\b", text) is not None
 
 
 def naming(files: list[str], tests: Iterable[str]) -> set[str]:

@@ -57,6 +57,23 @@ def test_a_file_that_no_test_enters_has_the_tests_that_name_it(tmp_path, monkeyp
     assert names(["README.md"]) == []
 
 
+def test_the_site_is_built_for_a_change_in_docs_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(chosen, "ROOT", tmp_path)
+    (tmp_path / "tests" / "docs").mkdir(parents=True)
+    (tmp_path / "tests" / "docs" / "test_pages.py").write_text("def test_page(site: Path): ...\n")
+    record = {
+        "files": ["minimegatron/core/a.py"],
+        "tests": {
+            "tests/docs/test_pages.py::test_page": [1.0, [0]],
+            "tests/test_a.py::test_a": [2.0, [0]],
+        },
+    }
+    of_code = choose(["minimegatron/core/a.py"], record)
+    assert (of_code.names, of_code.num_entering) == (["tests/test_a.py::test_a"], 2)
+    both = choose(["minimegatron/core/a.py", "docs/index.md"], record)
+    assert (len(both.names), both.seconds) == (2, 3 + chosen.SECONDS_OF_THE_SITE)
+
+
 def test_a_known_mistake_belongs_to_the_file_in_which_it_is_made():
     found = choose(["minimegatron/core/pipeline_parallel/loops.py"], RECORD)
     name = "tests/test_mutations.py::test_the_fault_is_noticed[one-warm-up-too-many]"
