@@ -2,7 +2,7 @@
 #                 MODEL=t5 or MODEL=mamba another model, with MODEL=rl a GPT that learns from rewards
 # make test    run the tests; with FILE=minimegatron/core/x.py, or with CHANGED=1 for what differs from the
 #                 last commit, those that a change needs, in under two minutes
-# make test-map  record which tests enter which file, for FILE and CHANGED; half an hour or more
+# make test-map  record which tests enter which file, for FILE and CHANGED; an hour
 # make test-full  the same, and slower tests of the same things; its log is
 #                 tests/full_log.jsonl
 # make test-gloo  the tests whose ranks exchange tensors, as on systems without memory shared by ranks

@@ -11,6 +11,8 @@ that is.
 """
 
 import argparse
+import json
+import os
 import re
 import sys
 import tempfile
@@ -18,25 +20,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.checkout import git
-from tests.entering import RECORD, ROOT, read
+from tests.entering import RECORD, ROOT, function_of, read
 
 SECONDS = 150.0
 """Of all chosen tests together, as recorded; two or three run at a time."""
 SECONDS_OF_A_FAULT = 1.5
 SECONDS_OF_THE_SITE = 75.0
 """To build it, once for all tests that look at it."""
+PLACE = "MINIMEGATRON_CHOSEN"
+"""The variable with the file that says what is chosen."""
 ALWAYS = ("tests/test_house.py", "tests/test_table.py")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Names of tests for pytest, and of how many in all."""
+    """Which tests, of how many in all."""
 
     names: list[str]
+    """Of tests, with or without their case; of files, for what of them is not recorded."""
     num_entering: int
     seconds: float
-    seconds_of_all: float
 
 
 def changed_files(since: str) -> list[str]:
@@ -79,13 +85,14 @@ def choose(files: list[str], record: dict, seconds: float = SECONDS) -> Chosen:
             )
     found += [(True, True, 0, SECONDS_OF_A_FAULT, name) for name in faults_in(files)]
     names, total = [], SECONDS_OF_THE_SITE if is_of_site else 0.0
-    for *_, takes, name in sorted(found):
-        is_left = name.partition("::")[0] in of_site and not is_of_site
+    for is_of_another, *_, takes, name in sorted(found):
+        is_left = name.partition("::")[0] in of_site and not is_of_site and is_of_another
         if total + takes <= seconds and not is_left:
             names.append(name)
             total += takes
-    unknown = [path for path in tests_changed - known if (ROOT / path).is_file()]
-    return Chosen([*unknown, *names], len(found), total, sum(takes for *_, takes, _ in found))
+    # Of a changed file of tests, those that are not recorded yet: the file, as a name.
+    changed = [path for path in tests_changed if (ROOT / path).is_file()]
+    return Chosen([*changed, *names], len(found), total)
 
 
 def needs_the_site(test_file: str) -> bool:
@@ -131,20 +138,45 @@ def main(words: list[str] | None = None) -> int:
     record = read(RECORD.read_text())
     chosen = choose(files, record, args.seconds)
     print(
-        f"{len(files)} changed, {chosen.num_entering} tests enter them (about "
-        f"{chosen.seconds_of_all:.0f} s); {len(chosen.names)} of those are run (about "
-        f"{chosen.seconds:.0f} s), and the rules of the house. All: make test"
+        f"{len(files)} changed; {chosen.num_entering} tests enter them, of which {len(chosen.names)} "
+        "are run, and the rules of the house. All: make test"
     )
-    names = [*chosen.names, *(name for name in ALWAYS if name not in chosen.names)]
+    names = [*chosen.names, *ALWAYS]
     if args.list:
         print("\n".join(names))
         return 0
-    import pytest
-
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write("\n".join(names))
+    there = sorted({path for name in names if (ROOT / (path := name.partition("::")[0])).is_file()})
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"names": names, "recorded": [*record["tests"]]}, file)
         file.flush()
-        return int(pytest.main(["-v", *rest, f"@{file.name}"]))
+        os.environ[PLACE] = file.name
+        return int(pytest.main(["-v", "-p", "tests.chosen", *rest, *there]))
+
+
+# -- In each worker of pytest: a test that is no more there is none, and stops nothing --
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """This module is a plugin: `-p tests.chosen`. Leaves what has been chosen."""
+    if place := os.environ.get(PLACE):
+        said = json.loads(Path(place).read_text())
+        chosen, recorded = set(said["names"]), set(said["recorded"])
+        kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            kept[is_chosen(item.nodeid, chosen, recorded)].append(item)
+        config.hook.pytest_deselected(items=kept[False])
+        items[:] = kept[True]
+
+
+def is_chosen(test: str, chosen: set[str], recorded: set[str]) -> bool:
+    """Whether a test is meant by its name, or by its file if nothing is recorded of it.
+
+    >>> is_chosen("tests/test_a.py::test_b[1]", {"tests/test_a.py::test_b"}, set())
+    True
+    """
+    names = {test, function_of(test)}
+    is_new = names.isdisjoint(recorded) or test.partition("::")[0] in ALWAYS
+    return not names.isdisjoint(chosen) or is_new and test.partition("::")[0] in chosen
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`make test FILE=...` and `CHANGED=1`: which tests are chosen for a change, and that they are run."""
 
+import json
 import os
 import subprocess
 import sys
@@ -40,11 +41,53 @@ def test_tests_whose_own_file_has_changed_come_first():
 def test_the_time_is_kept_and_what_is_left_is_told():
     found = choose(["minimegatron/core/a.py"], RECORD, seconds=3.5)
     assert [name.rpartition("::")[2] for name in found.names] == ["test_one", "test_little"]
-    assert (found.num_entering, found.seconds, found.seconds_of_all) == (3, 3.0, 8.0)
+    assert (found.num_entering, found.seconds) == (3, 3.0)
 
 
-def test_a_file_of_tests_that_is_not_recorded_yet_is_run_whole():
-    assert choose(["tests/test_chosen.py"], RECORD).names[0] == "tests/test_chosen.py"
+def test_of_a_changed_file_of_tests_what_is_new_is_run_too():
+    """Whole if nothing of it is recorded; a test that is recorded counts as its seconds say."""
+    found = set(choose(["tests/test_chosen.py"], RECORD).names)
+    assert found == {"tests/test_chosen.py"}
+    recorded = {"tests/test_chosen.py::test_old", "tests/test_chosen.py::test_slow[1]"}
+    chosen_ones = {*found, "tests/test_chosen.py::test_old", "tests/test_far.py::test_x[1]"}
+    met = {
+        "tests/test_chosen.py::test_old[case]": True,
+        "tests/test_chosen.py::test_new[case]": True,
+        "tests/test_chosen.py::test_slow[1]": False,
+        "tests/test_far.py::test_x[1]": True,
+        "tests/test_far.py::test_x[2]": False,
+        "tests/test_house.py::test_y": False,
+    }
+    assert {test: chosen.is_chosen(test, chosen_ones, recorded) for test in met} == met
+
+
+@pytest.mark.processes
+def test_what_is_chosen_runs_though_some_of_it_is_no_more(tmp_path):
+    """A test that has another name now stops nothing."""
+    place = tmp_path / "chosen.json"
+    file = "tests/core/test_rank_generator.py"
+    names = [f"{file}::test_rank_offset_and_left_out_words", f"{file}::test_that_was"]
+    place.write_text(json.dumps({"names": names, "recorded": names}))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "tests.chosen",
+        "-p",
+        "no:cacheprovider",
+        file,
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {chosen.PLACE: str(place)},
+        cwd=entering.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout and "deselected" in done.stdout, done.stdout
 
 
 def test_a_file_that_no_test_enters_has_the_tests_that_name_it(tmp_path, monkeypatch):
