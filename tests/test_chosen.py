@@ -113,7 +113,7 @@ def test_the_site_is_built_for_a_change_in_docs_alone(tmp_path, monkeypatch):
     }
     of_code = choose(["minimegatron/core/a.py"], record)
     assert (of_code.names, of_code.num_entering) == (["tests/test_a.py::test_a"], 2)
-    both = choose(["minimegatron/core/a.py", "docs/index.md"], record)
+    both = choose(["minimegatron/core/a.py", "docs/index.md"], record, seconds=300)
     assert (len(both.names), both.seconds) == (2, 3 + chosen.SECONDS_OF_THE_SITE)
 
 
