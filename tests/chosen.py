@@ -6,8 +6,8 @@
 Which tests enter a file is in entered.json (`entering` records it). First come tests whose own file
 has changed, then those of the file that is named after a changed one (or, if no test enters that one,
 of files that name it), then known mistakes in it, then tests that enter the fewest other files: they
-say most about it. When the time is full, the rest is left to `make test`, and the command says how much
-that is.
+say most about it. When the time is full, the rest is left to `make test`. The command prints how many
+tests enter the files, and how many of those it runs.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from tests.entering import RECORD, ROOT, function_of, read
 SECONDS = 300.0
 """Of all chosen tests together, as recorded: slowly, with notes of each call. A minute or so now."""
 SECONDS_OF_A_FAULT = 1.5
+"""To make one known mistake and run its probe."""
 SECONDS_OF_THE_SITE = 270.0
 """To build it, once for all tests that look at it, in the same measure."""
 PLACE = "MINIMEGATRON_CHOSEN"
@@ -76,14 +77,16 @@ def choose(files: list[str], record: dict, seconds: float = SECONDS) -> Chosen:
     telling |= naming([path for path in files if path not in number], known)
     of_site = {path for path in known if needs_the_site(path)}
     is_of_site = any(path.startswith("docs/") or path == "mkdocs.yml" for path in files)
-    found = []
+    faults = set(faults_in(files))
+    found = [(True, True, 0, SECONDS_OF_A_FAULT, name) for name in faults]
     for name, (takes, entered) in record["tests"].items():
         file = name.partition("::")[0]
+        if name in faults:
+            continue
         if file in tests_changed | telling or not wanted.isdisjoint(entered):
             found.append(
                 (file not in tests_changed, file not in telling, len(entered), takes, name)
             )
-    found += [(True, True, 0, SECONDS_OF_A_FAULT, name) for name in faults_in(files)]
     names, total = [], SECONDS_OF_THE_SITE if is_of_site else 0.0
     for is_of_another, *_, takes, name in sorted(found):
         is_left = name.partition("::")[0] in of_site and not is_of_site and is_of_another
@@ -130,7 +133,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--list", action="store_true", help="print the tests, run none")
     args, rest = parser.parse_known_args(words)
-    files = [*args.file, *(changed_files(args.changed) if args.changed else [])]
+    given = [os.path.relpath(ROOT / path, ROOT) for path in args.file]  # ./a.py is a.py
+    files = [*given, *(changed_files(args.changed) if args.changed else [])]
     missing = [path for path in args.file if not (ROOT / path).is_file()]
     if missing or not files:
         print(f"no such file: {', '.join(missing)}" if missing else "nothing has changed")
@@ -139,8 +143,8 @@ def main(words: list[str] | None = None) -> int:
     chosen = choose(files, record, args.seconds)
     num_run = sum("::" in name for name in chosen.names)
     print(
-        f"{len(files)} changed; {chosen.num_entering} tests enter them, of which {num_run} "
-        "are run, and the rules of the house. All: make test"
+        f"Changed files: {len(files)}. Tests that enter them: {chosen.num_entering}. "
+        f"This runs {num_run} of those tests, and the rules of the house; `make test` runs all."
     )
     names = [*chosen.names, *ALWAYS]
     if args.list:
@@ -155,7 +159,7 @@ def main(words: list[str] | None = None) -> int:
         return int(pytest.main(["-v", "-p", "tests.chosen", *rest, *there]))
 
 
-# -- In each worker of pytest: a test that is no more there is none, and stops nothing --
+# -- In each worker of pytest. A name of which there is no test any more does no harm --
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

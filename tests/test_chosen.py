@@ -1,5 +1,6 @@
 """`make test FILE=...` and `CHANGED=1`: which tests are chosen for a change, and that they are run."""
 
+import doctest
 import json
 import os
 import subprocess
@@ -136,6 +137,24 @@ def test_what_has_changed(tmp_path, monkeypatch):
     assert chosen.changed_files("HEAD") == ["new.py"]
 
 
+def test_examples():
+    for module in (chosen, entering):
+        failed, tried = doctest.testmod(module)
+        assert tried and not failed, module
+
+
+def test_a_path_may_be_written_in_another_way(capsys):
+    """And a known mistake stands in the list once, though its test is recorded too."""
+    lists = []
+    for before in ("", "./"):
+        path = f"{before}minimegatron/core/pipeline_parallel/loops.py"
+        assert chosen.main(["--list", "--file", path]) == 0
+        lists.append(capsys.readouterr().out)
+    assert lists[0] == lists[1]
+    names = lists[0].splitlines()
+    assert len(names) == len(set(names)) and any("test_mutations" in name for name in names)
+
+
 def test_a_file_that_is_not_there_is_refused(capsys):
     assert chosen.main(["--file", "minimegatron/nowhere.py"]) == 2
     assert "no such file: minimegatron/nowhere.py" in capsys.readouterr().out
@@ -193,7 +212,7 @@ def test_cases_that_take_long_stand_apart(tmp_path):
 
 
 def test_files_of_tests_are_recorded_anew_one_by_one():
-    """What there was of such a file is gone, also a test that is no more."""
+    """All earlier rows of such a file are removed: a test may have another name now."""
     new = {
         "files": ["minimegatron/core/c.py"],
         "tests": {"tests/test_far.py::test_new": [1.5, [0]]},

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any
+from unittest.mock import patch
 
 from source.annotate import ANY_OTHER, AnnotatedPage
 from source.class_families import CALLED, CLASS, ENTERED, MODULE, OBJECT, Families, Thing
@@ -27,6 +28,7 @@ At = tuple[int, int]
 """Where an expression ends: line, and column in bytes, as `ast` counts."""
 METHODS = {CALLED: "__call__", ENTERED: "__enter__"}
 SAID_TOO = frozenset(["functools.cached_property", "typing.NamedTuple"])
+"""What jedi names beside the class that is meant."""
 LONG_TUPLE = re.compile(r"\btuple(\[(?:[^][]|\[[^][]*\])*), \.\.\.\]")
 """One of any length, of which jedi does not say what it holds, with a list's it does."""
 ZIP = """
@@ -58,8 +60,7 @@ class _Jedi:
         from jedi.inference.lazy_value import LazyKnownValues
 
         self.infer, self.name, self.loop_context = infer, Name, CompForContext
-        self.iterate, self.unknown, self.part = ValueSet.iterate, ValueSet([]), LazyKnownValues
-        ValueSet.iterate = lambda values, *args, **kwargs: self._parts(values, args, kwargs)
+        self.value_set, self.iterate, self.part = ValueSet, ValueSet.iterate, LazyKnownValues
         # Else files are forgotten after ten minutes; read again, they are not those jedi has noted.
         parso.cache._CACHED_SIZE_TRIGGER = 10_000
         jedi.settings.cache_directory = str(folder / "cache")
@@ -77,9 +78,11 @@ class _Jedi:
 
     def answers(self, places: dict[str, dict[At, str]]) -> dict[str, dict[At, Thing]]:
         found = {}
-        for number, (module, names) in enumerate(places.items(), 1):
-            print(f"{number} of {len(places)}: {module}", file=sys.stderr)
-            found[module] = self._answers_in(self.families.package.pages[module], names)
+        # Until the end alone: the next package has other classes.
+        with patch.object(self.value_set, "iterate", lambda *args, **kw: self._parts(*args, **kw)):
+            for number, (module, names) in enumerate(places.items(), 1):
+                print(f"{number} of {len(places)}: {module}", file=sys.stderr)
+                found[module] = self._answers_in(self.families.package.pages[module], names)
         return found
 
     def _answers_in(self, page: AnnotatedPage, names: dict[At, str]) -> dict[At, Thing]:
@@ -109,7 +112,7 @@ class _Jedi:
         values = self.infer(script._inference_state, context, leaf)
         return [self.name(script._inference_state, value.name) for value in values]
 
-    def _parts(self, values: Any, args: tuple, kwargs: dict) -> Iterator:
+    def _parts(self, values: Any, *args: Any, **kwargs: Any) -> Iterator:
         """What a loop over the values meets: jedi's `ValueSet.iterate`, and more.
 
         A NamedTuple has its fields in their order, `for node, start, end in nodes`. What is unknown has
@@ -120,7 +123,9 @@ class _Jedi:
             value, names = next(iter(values)), fields[0]
             yield from (self.part(value.py__getattribute__(name)) for name in names)
         else:
-            yield from list(self.iterate(values, *args, **kwargs)) or [self.part(self.unknown)]
+            yield from list(self.iterate(values, *args, **kwargs)) or [
+                self.part(self.value_set([]))
+            ]
 
     def _fields(self, value: Any) -> list[str]:
         symbol = self.families.find(self.name(None, value.name).full_name or "")
