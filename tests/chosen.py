@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import git
-from tests.entering import RECORD, ROOT, function_of, read
+from tests.entering import RECORD, ROOT, anywhere, function_of, read
 
 SECONDS = 300.0
 """Of all chosen tests together, as recorded: slowly, with notes of each call. A minute or so now."""
@@ -169,7 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen, recorded = set(said["names"]), set(said["recorded"])
         kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
-            kept[is_chosen(item.nodeid, chosen, recorded)].append(item)
+            kept[is_chosen(anywhere(item.nodeid), chosen, recorded)].append(item)
         config.hook.pytest_deselected(items=kept[False])
         items[:] = kept[True]
 

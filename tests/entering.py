@@ -39,7 +39,8 @@ class Notes:
         self._file = os.open(os.path.join(folder, NOTES), flags, 0o666)
         self._folder = folder
         self._own = f"{ROOT}/"
-        self._not_ours = tuple(f"{ROOT}/{name}/" for name in (".venv", ".git", "build", "site"))
+        not_ours = (".venv", ".git", ".hypothesis", "build", "site")
+        self._not_ours = tuple(f"{ROOT}/{name}/" for name in not_ours)
         self._codes: set[int] = set()
         self._paths: set[str] = set()
         self._test = ""
@@ -149,6 +150,11 @@ def without_phase(test: str) -> str:
     return test.rpartition(" (")[0]
 
 
+def anywhere(test: str) -> str:
+    """The same in every clone: a case may be a path below this one's folder."""
+    return test.replace(str(ROOT), "ROOT")
+
+
 def function_of(test: str) -> str:
     """The test without its case.
 
@@ -166,7 +172,7 @@ def made_of(notes: Path, times: Path) -> dict[str, Any]:
     seconds: defaultdict[str, float] = defaultdict(float)
     for line in times.read_text().splitlines():
         test, _, took = line.rpartition("\t")
-        seconds[test] += float(took)
+        seconds[anywhere(test)] += float(took)
     together: defaultdict[str, float] = defaultdict(float)
     for test, took in seconds.items():
         together[function_of(test)] += took
@@ -178,7 +184,7 @@ def made_of(notes: Path, times: Path) -> dict[str, Any]:
     entered: defaultdict[str, set[str]] = defaultdict(set)
     fixtures: defaultdict[str, set[str]] = defaultdict(set)
     for line in notes.read_text(errors="replace").splitlines():
-        at, _, path = line.rpartition("\t")
+        at, _, path = anywhere(line).rpartition("\t")
         if at and (ROOT / path).is_file():
             test = named(without_phase(at))
             entered[test].add(path)

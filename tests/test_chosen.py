@@ -162,6 +162,7 @@ def test_a_file_that_is_not_there_is_refused(capsys):
 
 def test_the_record_is_of_tests_and_files_that_there_are():
     record = entering.read(entering.RECORD.read_text())
+    assert not [path for path in record["files"] if path.startswith(".hypothesis")]
     gone = [path for path in record["files"] if not (entering.ROOT / path).is_file()]
     assert len(gone) < 0.05 * len(record["files"]), "run: make test-map"
     files = {name.partition("::")[0] for name in record["tests"]}
@@ -209,6 +210,14 @@ def test_cases_that_take_long_stand_apart(tmp_path):
         "tests/test_x.py::test_one[a]": [9.0, [0]],
         "tests/test_x.py::test_one[b]": [2.0, []],
     }
+
+
+def test_a_case_that_is_a_path_has_the_same_name_in_every_clone(tmp_path):
+    case = f"tests/test_x.py::test_one[{entering.ROOT}/a.py]"
+    (tmp_path / "notes").write_text(f"{case} (call)\ttests/chosen.py\n")
+    (tmp_path / "times").write_text(f"{case}\t11\n")
+    record = entering.made_of(tmp_path / "notes", tmp_path / "times")
+    assert record["tests"] == {"tests/test_x.py::test_one[ROOT/a.py]": [11.0, [0]]}
 
 
 def test_files_of_tests_are_recorded_anew_one_by_one():
