@@ -30,8 +30,8 @@ HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"[:4]
 """Part of a folder's name: locks need not work between machines that share a file system."""
 OURS = re.compile(rf"minimegatron-\w+-{HOST}-\w+")
 IN_MEMORY = Path("/dev/shm")
-KEEP = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
-"""The keeper's program. Its input ends when its maker does."""
+KEEP = 'trap "" INT TERM HUP; read -r _ || rm -rf -- "$1"'
+"""The keeper's program. Its input ends when its maker does; a line before that: nothing is left."""
 MOST_SOCKET_BYTES = 100
 """A socket's path may have 104 bytes (macOS) or 108 (Linux)."""
 SOCKET_NAME_BYTES = len("/listener-12345678")
@@ -125,7 +125,10 @@ def remove_folder(folder: Path) -> None:
         return
     os.close(held.lock)
     if held.keeper is not None:
-        held.keeper.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # a keeper that somebody killed
+            if not folder.exists():
+                held.keeper.stdin.write(b"\n")
+            held.keeper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             held.keeper.wait(timeout=10)
 
