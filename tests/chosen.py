@@ -159,7 +159,7 @@ def main(words: list[str] | None = None) -> int:
         return int(pytest.main(["-v", "-p", "tests.chosen", *rest, *there]))
 
 
-# -- In each worker of pytest. A name of which there is no test any more does no harm --
+# -- In each worker of pytest. Names of tests that are gone are passed over --
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import settings
 from tests.figures import figures_of
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-gc.disable()  # until all tests are known: a quarter of the time of the imports
+gc.disable()  # until all tests are known: a fifth of the time of importing torch, for one
 
 # What a script starts in the background ignores Ctrl-C's signal, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

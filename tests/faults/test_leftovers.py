@@ -275,6 +275,34 @@ def test_ranks_that_start_when_torchrun_is_killed_leave_nothing(start):
     assert not job.left()
 
 
+def test_a_keeper_removes_what_its_maker_could_not(tmp_path, monkeypatch):
+    folder = folders.make_folder("minimegatron-one-", place=tmp_path)
+    (folder / "file").touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    folders.remove_folder(folder)
+    assert not folder.exists()
+
+
+def test_a_keeper_with_nothing_to_remove_removes_nothing(tmp_path):
+    folder = folders.make_folder("minimegatron-one-", place=tmp_path)
+    held = folders._held.pop(folder)
+    shutil.rmtree(folder)
+    held.keeper.stdin.write(b"\n")
+    folder.mkdir()  # somebody else's, of the same name
+    held.keeper.stdin.close()
+    assert held.keeper.wait(timeout=60) == 0 and folder.exists()
+    os.close(held.lock)
+
+
+def test_a_killed_keeper_is_no_error(tmp_path):
+    folder = folders.make_folder("minimegatron-one-", place=tmp_path)
+    keeper = folders._held[folder].keeper
+    keeper.kill()
+    keeper.wait()
+    folders.remove_folder(folder)
+    assert not folder.exists()
+
+
 def test_a_folder_in_use_is_not_swept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with folders.shared_folder("minimegatron-one-") as one:
