@@ -17,14 +17,13 @@ class QuietTime:
     a fixed piece of work is timed before and after, and what is between is divided by its slowness.
     """
 
-    def __init__(self, now=time.process_time):
-        self._now = now
+    def __init__(self):
         self._before = _work()
-        self._begin = now()
+        self._begin = time.process_time()
 
     def read(self) -> float:
         """Seconds since it was made."""
-        seconds = self._now() - self._begin
+        seconds = time.process_time() - self._begin
         slowness = (self._before + _work()) / 2 / QUIET_SECONDS
         return seconds / max(1.0, slowness)
 
