@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
-import pkgutil
 import runpy
 import signal
 import sys
@@ -38,22 +37,16 @@ import torch._dynamo
 import torch.distributed
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("backend", "core", "doctor", "launching", "planner", "rl", "tracing", "training")
-"""Parts of the package that probes are about."""
 
 
 def import_the_package() -> None:
     """What probes import, so that forks need not; without tests themselves, which pytest rewrites."""
     sys.path.insert(0, str(ROOT))
-    for part in PARTS:
-        folder = ROOT / "minimegatron" / part
-        for module in pkgutil.walk_packages([str(folder)], f"minimegatron.{part}."):
-            importlib.import_module(module.name)
+    importlib.import_module("tests.preloaded")
     for path in sorted((ROOT / "tests").glob("parity*.py")):
         importlib.import_module(f"tests.{path.stem}")
     for path in sorted((ROOT / "minimegatron").glob("*.py")):
         importlib.import_module(f"minimegatron.{path.stem}".removesuffix(".__init__"))
-    importlib.import_module("tests.preloaded")
     gc.collect()
     for thing in gc.get_objects():
         if isinstance(thing, types.FunctionType):

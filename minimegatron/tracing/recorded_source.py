@@ -106,7 +106,21 @@ def module_name(file: str) -> str:
 
 def function_text(file: str, first_line: int) -> str:
     """A function's own text, from its first decorator on; "" where there is none."""
-    lines = linecache.getlines(file)[first_line - 1 :] if first_line else []
+    lines = linecache.getlines(file)
+    known = _texts.get((file, first_line))
+    if known is None or known[0] is not lines:
+        known = _texts[file, first_line] = (
+            lines,
+            _block(lines[first_line - 1 :] if first_line else []),
+        )
+    return known[1]
+
+
+_texts: dict[tuple[str, int], tuple[list[str], str]] = {}
+"""By file and first line: the file's lines, while `linecache` has no newer ones, and the text."""
+
+
+def _block(lines: list[str]) -> str:
     try:
         return "".join(inspect.getblock(lines)) if lines else ""
     except (tokenize.TokenError, SyntaxError, IndentationError):

@@ -8,10 +8,11 @@ values, before the student's file is loaded, and looks at them again after each 
 """
 
 import builtins
+import operator
 import sys
-from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
-from typing import Any
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType
+from typing import Any, NamedTuple
 
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 COMPARING = (
@@ -28,38 +29,71 @@ COMPARING = (
 )
 
 
+ALL, MAP, IS, CODE_OF = all, map, operator.is_, operator.attrgetter("__code__")
+"""Taken before the student's file is loaded, which may change what `builtins` has."""
+
+
+class Watched(NamedTuple):
+    """A module's or a class's functions, as they were; and those of them that have code."""
+
+    holder: Any
+    names: list[str]
+    values: list[Any]
+    with_code: list[FunctionType]
+    codes: list[CodeType]
+
+    def is_same(self) -> bool:
+        """Whether each name still has its function, and each function its code."""
+        return ALL(MAP(IS, MAP(vars(self.holder).get, self.names), self.values)) and ALL(
+            MAP(IS, MAP(CODE_OF, self.with_code), self.codes)
+        )
+
+    def first_changed(self) -> str:
+        """The name of a function that is another one now."""
+        codes = dict(zip(map(id, self.with_code), self.codes, strict=True))
+        for name, value in zip(self.names, self.values, strict=True):
+            is_there = vars(self.holder).get(name) is value
+            if not is_there or getattr(value, "__code__", None) is not codes.get(id(value)):
+                break
+        return name
+
+
 class Seal:
-    """Every function as it is now."""
+    """Every function as it is now. `broken` is asked after each case, and so has no loop over them."""
 
     def __init__(self):
+        holders = list(_holders())
         self._known = [
-            (holder, name, value, getattr(value, "__code__", None))
-            for holder in _holders()
-            for name, value in list(vars(holder).items())
-            if type(value) in FUNCTIONS
+            _watched(
+                holder, [name for name, value in vars(holder).items() if type(value) in FUNCTIONS]
+            )
+            for holder in holders
         ]
         if (torch := _torch()) is not None:
-            self._known += [(torch, name, getattr(torch, name), None) for name in COMPARING]
+            self._known.append(_watched(torch, COMPARING))
         self._tables = [
-            (f"{_name_of(holder)}.{name}", value, list(value.items()))
-            for holder in _holders()
+            (f"{_name_of(holder)}.{name}", value, list(value.values()))
+            for holder in holders
             for name, value in list(vars(holder).items())
-            if type(value) is dict and any(map(_has_function, value.values()))
+            if type(value) is dict and _has_functions(value)
         ]
 
     def broken(self) -> str | None:
         """The dotted path of a function that is another one now; None if all are the same."""
-        for holder, name, value, code in self._known:
-            is_same = vars(holder).get(name) is value
-            if not is_same or getattr(value, "__code__", None) is not code:
-                return f"{_name_of(holder)}.{name}"
+        for watched in self._known:
+            if not watched.is_same():
+                return f"{_name_of(watched.holder)}.{watched.first_changed()}"
         for name, table, known in self._tables:
-            now = list(table.items())
-            if len(now) != len(known) or any(
-                a[1] is not b[1] for a, b in zip(now, known, strict=True)
-            ):
+            now = list(table.values())
+            if len(now) != len(known) or not ALL(MAP(IS, now, known)):
                 return name
         return None
+
+
+def _watched(holder: Any, names: Iterable[str]) -> Watched:
+    values = [vars(holder)[name] for name in names]
+    with_code = [value for value in values if type(value) is FunctionType]
+    return Watched(holder, list(names), values, with_code, [one.__code__ for one in with_code])
 
 
 def _holders() -> Iterator[Any]:
@@ -76,9 +110,12 @@ def _holders() -> Iterator[Any]:
                 yield value
 
 
-def _has_function(value: Any) -> bool:
-    values = value if type(value) is tuple else (value,)
-    return any(type(one) in FUNCTIONS for one in values)
+def _has_functions(table: dict) -> bool:
+    """Whether values are functions, or tuples with one in them."""
+    types = set(map(type, table.values()))
+    if tuple in types:
+        types.update(*(map(type, value) for value in table.values() if type(value) is tuple))
+    return not types.isdisjoint(FUNCTIONS)
 
 
 def _torch() -> Any:
