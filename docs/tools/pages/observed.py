@@ -23,6 +23,7 @@ from source import places
 from source.places import DOCS, RECORDINGS, ROOT, TOOLS
 
 SCRIPTS = DOCS / "javascripts"
+BELOW_TOOLS = f"{TOOLS}/"
 CATALOGUE = every_page.__file__
 """It stands in for `build_docs` here, and makes nothing itself."""
 LOADED = re.compile(r'<(?:script[^>]* src|link[^>]* href)="([^"]+\.(?:m?js|css))"')
@@ -112,11 +113,13 @@ def observe(origin: Origin) -> Observed:
     forget()
     observed = Observed()
     _watching.append(observed)
-    sys.setprofile(_Entered(observed))
+    # Not `setprofile`, which is told of what is written in C as well, and of every return.
+    before = sys.gettrace()
+    sys.settrace(_Entered(observed))
     try:
         observed.text = origin.make()
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
         _watching.pop()
     return observed
 
@@ -171,14 +174,14 @@ sys.addaudithook(_note_opened)
 
 
 class _Entered:
-    """Sees each call of a function of docs/tools that comes from another file."""
+    """Sees each call of a function of docs/tools that comes from another file; no lines of it."""
 
     def __init__(self, observed: Observed):
         self.observed = observed
         self.modules: set[str] = set()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(f"{TOOLS}/"):
+        if not frame.f_code.co_filename.startswith(BELOW_TOOLS):
             return
         code, caller = frame.f_code, frame.f_back
         if code.co_name == "_call_now":
