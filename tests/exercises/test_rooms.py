@@ -1,5 +1,6 @@
 """A student's room: what may come out of it, what it cannot reach, and how its ends are told."""
 
+import builtins
 import inspect
 import math
 import re
@@ -22,6 +23,7 @@ from minimegatron.exercises.exercise import find
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collect import collect
 from minimegatron.exercises.room.collected import Collected, Question
+from minimegatron.exercises.room.integrity import Seal
 from minimegatron.exercises.room.plain_data import NotPlain, from_line, to_line
 from minimegatron.exercises.room.verdict import render
 from tests.exercises.cheats import CHEATS
@@ -362,3 +364,22 @@ def test_d_what_is_withheld_for_a_block_is_there_again_as_it_was():
     with withheld([f"{kind.__module__}.{kind.__name__}.forward"]), refused:
         kind.forward(None, torch.ones(1), None)
     assert inspect.getattr_static(kind, "forward") is before
+
+
+def test_a_function_that_is_changed_is_named_whatever_else_is(monkeypatch):
+    """Another function, other code in the same one; also where what compares them is another."""
+    seal = Seal()
+    assert seal.broken() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(mappings, "copy_to_tensor_model_parallel_region", abs)
+        assert seal.broken() == f"{mappings.__name__}.copy_to_tensor_model_parallel_region"
+    with monkeypatch.context() as patch:
+        patch.setattr(check_file, "__code__", check_file.__code__.replace(co_name="other"))
+        assert seal.broken() == f"{check_file.__module__}.check_file"
+        patch.setattr(builtins, "all", lambda _: True)
+        patch.setattr(builtins, "map", zip)
+        assert seal.broken() in ("builtins.all", "builtins.map")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "allclose", abs)
+        assert seal.broken() == "torch.allclose"
+    assert seal.broken() is None

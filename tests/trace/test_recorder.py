@@ -13,6 +13,7 @@ from minimegatron.core import parallel_state, tracing
 from minimegatron.core.tracing import traced
 from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD
 from minimegatron.tracing.rank_trace import RankTrace
+from minimegatron.tracing.recorded_source import function_text
 from minimegatron.tracing.recorder import Recorder
 from tests.ranks import run_ranks
 from tests.trace.recordings import run_step
@@ -258,3 +259,14 @@ def test_recording_is_quick():
         seconds = time.process_time() - start
     assert len(run.ranks[0].events) == 1500
     assert seconds / 1500 < 500e-6, f"{1e6 * seconds / 1500:.0f} us per call"
+
+
+def test_a_functions_text_is_that_of_the_file_as_it_was_last_read(tmp_path):
+    path = tmp_path / "later.py"
+    path.write_text("@here\ndef f():\n    return 1\n\n\nx = 2\n")
+    assert function_text(str(path), 1) == "@here\ndef f():\n    return 1\n"
+    path.write_text("def f():\n    return 1000\n")
+    assert "return 1\n" in function_text(str(path), 1)
+    linecache.checkcache(str(path))
+    assert function_text(str(path), 1) == "def f():\n    return 1000\n"
+    assert function_text(str(path), 0) == function_text(str(tmp_path / "none.py"), 1) == ""

@@ -50,7 +50,7 @@ class Watched(NamedTuple):
 
     def first_changed(self) -> str:
         """The name of a function that is another one now."""
-        codes = dict(zip(map(id, self.with_code), self.codes, strict=True))
+        codes = dict(zip(MAP(id, self.with_code), self.codes, strict=True))
         for name, value in zip(self.names, self.values, strict=True):
             is_there = vars(self.holder).get(name) is value
             if not is_there or getattr(value, "__code__", None) is not codes.get(id(value)):
@@ -59,7 +59,10 @@ class Watched(NamedTuple):
 
 
 class Seal:
-    """Every function as it is now. `broken` is asked after each case, and so has no loop over them."""
+    """Every function as it is now.
+
+    `broken` is asked after each case: it compares the functions of a module in one call.
+    """
 
     def __init__(self):
         holders = list(_holders())
