@@ -13,11 +13,11 @@ from minimegatron.launching import launcher
 
 # Test modules import these; importing them once, in the process ranks are forked from, saves that
 # time in every rank.
-launcher.PRELOADED += ["pytest", "hypothesis", "numpy"]
 launcher.PRELOADED += [
+    "pytest",
+    "hypothesis",
+    "numpy",
     "minimegatron.pretrain_gpt",
-    "minimegatron.core.dist_checkpointing.serialization",
-    "minimegatron.training.pipeline_schedule",
     "tests.preloaded",
 ]
 

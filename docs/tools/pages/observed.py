@@ -23,7 +23,6 @@ from source import places
 from source.places import DOCS, RECORDINGS, ROOT, TOOLS
 
 SCRIPTS = DOCS / "javascripts"
-BELOW_TOOLS = f"{TOOLS}/"
 CATALOGUE = every_page.__file__
 """It stands in for `build_docs` here, and makes nothing itself."""
 LOADED = re.compile(r'<(?:script[^>]* src|link[^>]* href)="([^"]+\.(?:m?js|css))"')
@@ -113,13 +112,11 @@ def observe(origin: Origin) -> Observed:
     forget()
     observed = Observed()
     _watching.append(observed)
-    # Not `setprofile`, which is told of what is written in C as well, and of every return.
-    before = sys.gettrace()
-    sys.settrace(_Entered(observed))
+    sys.setprofile(_Entered(observed))
     try:
         observed.text = origin.make()
     finally:
-        sys.settrace(before)
+        sys.setprofile(None)
         _watching.pop()
     return observed
 
@@ -174,14 +171,14 @@ sys.addaudithook(_note_opened)
 
 
 class _Entered:
-    """Sees each call of a function of docs/tools that comes from another file; no lines of it."""
+    """Sees each call of a function of docs/tools that comes from another file."""
 
     def __init__(self, observed: Observed):
         self.observed = observed
         self.modules: set[str] = set()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if not frame.f_code.co_filename.startswith(BELOW_TOOLS):
+        if event != "call" or not frame.f_code.co_filename.startswith(f"{TOOLS}/"):
             return
         code, caller = frame.f_code, frame.f_back
         if code.co_name == "_call_now":

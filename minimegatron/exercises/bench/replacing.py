@@ -27,7 +27,7 @@ def installed(function: Callable, symbol: str) -> Iterator[None]:
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("minimegatron.") or module is holder:
             continue
-        # Asked of all modules, for each function of each case: most have no place, and are told fast.
+        # All modules are asked for each function of each case; most do not have it.
         if any(map(operator.is_, list(vars(module).values()), itertools.repeat(original))):
             places += [(module, key) for key, value in vars(module).items() if value is original]
     for place, key in places:
