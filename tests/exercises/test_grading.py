@@ -103,7 +103,11 @@ class Outcome:
         return seen
 
 
-@pytest.fixture(scope="module", params=["dozen", pytest.param("sixty", marks=pytest.mark.full)])
+# A class of sixty may take longer than any one test: see `test_everybody_has_a_row_and_it_ends`.
+SIXTY = pytest.param("sixty", marks=[pytest.mark.full, pytest.mark.timeout(1800)])
+
+
+@pytest.fixture(scope="module", params=["dozen", SIXTY])
 def outcome(request, tmp_path_factory) -> Outcome:
     students = everybody()
     if request.param == "dozen":

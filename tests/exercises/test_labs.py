@@ -28,7 +28,7 @@ PATIENCE = 4.0
 
 SHOWN = {
     "loss": "softmax-of-a-part foreign-tokens-not-masked same-draw-on-every-rank "
-    "chunks-laid-out-by-rank unsorted-local-experts expert-key-local expert-mark-by-ep-only "
+    "chunks-laid-out-by-rank unsorted-local-experts expert-key-local "
     "final-norm-outside-plan rope-restarts-on-each-rank ring-takes-the-wrong-half "
     "padding-masks-queries-only mask-only-on-first-stage conv-not-causal chunk-state-dropped "
     "in-proj-cut-across-sections letters-of-the-first-stage clipped-from-above-only "
@@ -44,7 +44,8 @@ SHOWN = {
     "chunks-share-an-iterator input-of-another-chunk full-sequence-buffer "
     "no-sync-forgotten a2a-backward-same-splits empty-expert-skipped "
     "exchange-of-another-forward combined-without-extra-warmup "
-    "cross-attention-on-decoder-states encoder-gradient-added-to-decoder",
+    "cross-attention-on-decoder-states encoder-gradient-added-to-decoder "
+    "expert-mark-by-ep-only mtp-stage-outside-embedding-group",
 }
 """Every other lab ends in a wrong gradient."""
 

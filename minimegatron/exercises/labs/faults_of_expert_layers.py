@@ -27,8 +27,9 @@ FAULTS_OF_EXPERT_LAYERS = (
         "core/parameter_marks.py",
         "        and config.expert_tensor_parallel_size == config.tensor_model_parallel_size\n",
         "",
-        "An expert that is cut where dense layers are whole counts as a dense parameter. The loss is "
-        "wrong: both ranks begin with the same piece. And gradients of different pieces are summed.",
+        "An expert that is cut where dense layers are whole loses its mark, and counts as a dense "
+        "parameter: gradients of different pieces would be summed. The wrapper of the model looks for "
+        "experts without a mark, and raises an error.",
     ),
     Fault(
         "expert-norm-by-tp-rank",

@@ -112,8 +112,9 @@ FAULTS_OF_MTP = (
         _PLACES,
         "sorted({pp_ranks[rank] for rank in ends} | set(told.get_mtp_ranks(pp_ranks, config)))",
         "sorted({pp_ranks[rank] for rank in ends})",
-        "The stage that predicts further tokens keeps its own part of the embedding's gradient: its "
-        "copy and the first stage's become different weights.",
+        "The stage that predicts further tokens has a copy of the word embedding, but is not in the "
+        "group that sums the gradients of the copies: they would become different weights. The end of "
+        "the step notices it, and raises an error.",
     ),
     Fault(
         "mtp-stage-without-tokens",
