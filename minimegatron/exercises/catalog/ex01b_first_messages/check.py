@@ -100,7 +100,7 @@ def _values(case: Case) -> torch.Tensor:
 
 
 def _check_sent(called: Sequence[Sequence[str]]) -> None:
-    """Raises Wrong where the value has come, but by no message from rank 0 to rank 1."""
+    """Raises Wrong where the value has come, but not by one message for each receive, from rank 0."""
     for rank, (names, wanted) in enumerate(zip(called, (SENDS, RECEIVES), strict=True)):
         if not any(name in wanted for name in names):
             doing = "sends" if wanted is SENDS else "receives"
@@ -111,6 +111,15 @@ def _check_sent(called: Sequence[Sequence[str]]) -> None:
                 + "\nA collective is for what all ranks know or need. Here one rank has something, and "
                 "one other lacks it. Which tool is made for two?"
             )
+    num_sent, num_received = (
+        sum(name in kind for names in called for name in names) for kind in (SENDS, RECEIVES)
+    )
+    if num_sent != num_received:
+        raise Wrong(
+            f"the ranks send {num_of(num_sent, 'message')} and receive {num_received}\n"
+            "A message is one send on one rank and one receive on the other. What would the next "
+            "receive get?"
+        )
 
 
 # -- The hang --
