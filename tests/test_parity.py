@@ -23,6 +23,8 @@ from tests.parity_cases import (
 from tests.ranks import run_ranks
 
 WORLDS = SPACE.axes["world"]
+LONG = 900.0
+"""Seconds for the longest grids, of `make test-full` alone: eight ranks on two slow processors."""
 MEMORY = pytest.mark.parametrize("shared_memory", [True, False], ids=("shared", "gloo"))
 
 
@@ -32,11 +34,13 @@ def check(
     folder: Path,
     shared_memory: bool = True,
     num_steps: int | None = None,
+    timeout: float = 280,
 ) -> None:
     cases = [case for case in cases if case.world == world]
     assert cases, f"no case for {world} ranks"
     work = [(case, reference(case.serial(), folder)) for case in cases]
-    results = run_ranks(run_cases, world, work, num_steps, timeout=280, shared_memory=shared_memory)
+    how = {"timeout": timeout, "shared_memory": shared_memory}
+    results = run_ranks(run_cases, world, work, num_steps, **how)
     problems = [problem for rank in results for *_, found in rank for problem in found]
     assert problems == []
     compared = sum(number for rank in results for _, number, _, _ in rank)
@@ -109,9 +113,10 @@ def test_what_systems_without_shared_memory_get(world, tmp_path_factory):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(LONG + 20)
 @MEMORY
 @pytest.mark.parametrize("world", WORLDS)
 def test_options_that_nobody_combines(world, shared_memory, tmp_path_factory):
     """Loss scale, evaluation between steps, deferral, delay, overlap and the rest, drawn at random."""
     cases = unusual_cases(40, world, seed=1 if shared_memory else 2)
-    check(cases, world, tmp_path_factory.getbasetemp(), shared_memory)
+    check(cases, world, tmp_path_factory.getbasetemp(), shared_memory, timeout=LONG)

@@ -14,7 +14,7 @@ from tests.parity_context import (
     pairwise_cases,
     pairwise_rows,
 )
-from tests.test_parity import check
+from tests.test_parity import LONG, check
 
 WORLDS = SPACE.axes["world"]
 CASES = [*pairwise_cases(), *NAMED_CASES.values()]
@@ -26,8 +26,10 @@ def test_every_two_options_and_named_cases_equal_one_process(world, tmp_path_fac
 
 
 @pytest.mark.full
+@pytest.mark.timeout(LONG + 20)
 def test_eight_ranks_equal_one_process(tmp_path_factory):
-    check([case_of(row) for row in covering_array(WIDE)], 8, tmp_path_factory.getbasetemp())
+    cases = [case_of(row) for row in covering_array(WIDE)]
+    check(cases, 8, tmp_path_factory.getbasetemp(), timeout=LONG)
 
 
 def test_every_two_values_that_may_meet_do_meet():
