@@ -100,7 +100,7 @@ def _values(case: Case) -> torch.Tensor:
 
 
 def _check_sent(called: Sequence[Sequence[str]]) -> None:
-    """Raises Wrong where the value has come, but not by one message for each receive, from rank 0."""
+    """Raises Wrong where the value has come by no message from rank 0, or a message is left over."""
     for rank, (names, wanted) in enumerate(zip(called, (SENDS, RECEIVES), strict=True)):
         if not any(name in wanted for name in names):
             doing = "sends" if wanted is SENDS else "receives"
