@@ -32,8 +32,9 @@
   };
 
   MM.Controls = class Controls {
-    // `set(key, value)` is told of every choice.
-    constructor(state, set, isSmall) {
+    // `set(key, value)` is told of every choice. `isSmall`: a few of the controls, and no more. `isFew`: p and M;
+    // the player shows `rest` and `more` when a reader asks for them.
+    constructor(state, set, { isSmall, isFew }) {
       this.state = state;
       this.set = set;
       const name = `mmp-${Math.random().toString(36).slice(2, 8)}`;
@@ -50,7 +51,9 @@
         ...MM.schedules().map((value) => make("option", { value }, MM.orders.names[value])));
       const comparison = isSmall ? null : MM.field(say("control.vs"), this.compare);
       comparison?.classList.add("mmp-spoiler");
-      this.element = make("div", { class: "mmp-controls" }, this.schedules, ...["p", "M", "v", "G"].map((key) => this.fields[key].element), comparison);
+      const [p, M, ...chunks] = ["p", "M", "v", "G"].map((key) => this.fields[key].element), row = (...parts) => make("div", { class: "mmp-controls" }, ...parts);
+      this.element = isFew ? row(p, M) : row(this.schedules, p, M, ...chunks, comparison);
+      this.rest = isFew ? row(this.schedules, ...chunks, comparison) : null;
       this.balance = make("div", { class: "mmp-balance", role: "group", "aria-label": say("control.balance") });
       this.more = isSmall ? null : this.buildMore();
     }

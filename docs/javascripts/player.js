@@ -5,7 +5,7 @@
 //
 //   <div class="mm-player" data-schedule="1f1b" data-pp="4" data-microbatches="8"></div>
 //       and: data-vpp, data-group, data-forward, data-backward, data-message, data-cap, data-predict,
-//       data-compare="gpipe", data-small (fewer controls, answers inside), data-choose="gap" (the first one)
+//       data-compare="gpipe", data-small (fewer controls, answers inside), data-few (p and M, the rest behind More), data-choose="gap" (the first one)
 //   <div class="mm-replay" data-recording="1f1b-paced"></div>
 //
 // What stands inside such an element (a picture, a sentence) is shown until it is mounted, and where

@@ -24,6 +24,7 @@
       this.root = root;
       this.options = options;
       this.isSmall = options.small !== undefined;
+      this.isFew = options.few !== undefined;
       this.state = { ...MM.PlayerState.DEFAULTS };
       const given = { schedule: options.schedule, p: options.pp, M: options.microbatches, v: options.vpp, G: options.group,
         f: options.forward, b: options.backward, c: options.message, cap: options.cap, vs: options.compare };
@@ -47,6 +48,7 @@
       for (const name of Object.keys(state)) if (name in asked) state[name] = asked[name];
       // Nothing changes before all of it is there, and nothing if another address has come meanwhile.
       this.opening = asked;
+      if (this.rest && (isQuiz || Object.keys(asked).some((name) => !["p", "M", "at"].includes(name)))) this.rest.open = true; // what it asks for is in there
       await Promise.all([MM.needOrders(state.schedule), state.vs && MM.needOrders(state.vs), isQuiz && MM.load(PREDICT)]);
       if (this.opening !== asked) return;
       this.clock.pause();
@@ -96,7 +98,7 @@
     // -- Elements --
 
     build() {
-      this.controls = new MM.Controls(this.state, (key, value) => this.set(key, value), this.isSmall);
+      this.controls = new MM.Controls(this.state, (key, value) => this.set(key, value), this);
       this.timeline = new MM.Timeline({
         label: say("player.name"), describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id), densityChanged: () => this.showLegend(),
         intercept: (key) => this.following?.key(key), keys: { " ": () => !this.quiz && this.clock.toggle(this.timeline.marks.t), Enter: () => this.inspector.body.focus() },
@@ -117,9 +119,17 @@
       this.twin = make("details", { class: "mmp-twin", ontoggle: () => this.drawTable() }, make("summary", {}, say("table.same")), this.table);
       const bar = make("div", { class: "mmp-bar" }, this.transport.element, this.timeline.zooms);
       const parts = this.isSmall ? [this.controls.element, this.status, make("div", { class: "mmp-beside" }, make("div", {}, this.timeline.element, bar, this.legend), this.inspector.element), this.figures]
+        : this.isFew ? this.partsOfFew(bar, tools)
         : [this.controls.element, this.controls.more, this.status, this.timeline.element, bar, this.legend, this.figures, tools, this.twin, this.timeline.help, this.inspector.element];
       this.printed = make("p", { class: "mmp-printed" }); // on paper there are no controls
       this.root.replaceChildren(make("div", { class: `mmp ${this.isSmall ? "mmp-small" : ""}` }, this.printed, ...parts));
+    }
+
+    // Two controls and the picture; all else once it is asked for.
+    partsOfFew(...tools) {
+      this.rest = make("details", { class: "mmp-rest" }, make("summary", {}, say("player.more")),
+        this.controls.rest, this.controls.more, ...tools, this.twin, this.timeline.help);
+      return [this.controls.element, this.status, this.timeline.element, this.legend, this.figures, this.rest, this.inspector.element];
     }
 
     buildTools() {

@@ -31,8 +31,9 @@ from pathlib import Path
 
 from latex2mathml.converter import convert
 
-from cases import cases, layers, problem_cases
+from cases import cases, chain_table, layers, problem_cases
 from cases.calculator import calculator_form
+from cases.step_drawing import step_drawing
 from minimegatron.__main__ import main as command_line
 from pages.repository import clone_lines, repository_link, repository_url
 from pages.unrolled_pages import runs_table
@@ -323,7 +324,8 @@ class Macros:
 
 def names_of_cases() -> dict[str, object]:
     """What an expression on a page may name."""
-    return {**vars(layers), **vars(cases), **vars(problem_cases)}
+    own = {"step_drawing": step_drawing, "chain_table": chain_table}
+    return {**vars(layers), **vars(cases), **vars(problem_cases), **own}
 
 
 def unique_ids(svg: str, prefix: str) -> str:

@@ -31,16 +31,20 @@ class Quote:
         return [n for part in self.parts for n in part.numbers]
 
     @property
-    def num_shown(self) -> int:
-        """Lines of code and comments that a reader sees without unfolding."""
-        lines = self.place.page.lines
-        shown = [n for part in self.parts if not part.is_folded for n in part.numbers]
-        return sum(bool(lines[n - 1].strip()) for n in shown)
+    def num_lines(self) -> int:
+        """Lines of code and comments on the page, folded ones included."""
+        return self.num_full(self.numbers)
+
+    def num_full(self, numbers: Iterable[int]) -> int:
+        """How many of these lines are not blank."""
+        return sum(bool(self.place.page.lines[n - 1].strip()) for n in numbers)
 
 
 @cache
 def read_quote(package: Package, argument: str) -> Quote:
-    """What `x.y.z from="..." to="..." shows="a, b" fold=no` asks for.
+    """What `x.y.z from="..." to="..." shows="a, b" fold=no rest=out` asks for.
+
+    With `rest=out` what would be folded is not on the page; a link says how many lines, and where.
 
     Raises ExcerptError for a name that is not where it is defined, lines that are not there, a
     statement that would be cut, and words that the excerpt does not have.
@@ -59,9 +63,10 @@ def read_quote(package: Package, argument: str) -> Quote:
         if not any(word in lines[n - 1] for n in numbers):
             raise ExcerptError(f"{dotted}: the excerpt does not show {word!r}")
     is_whole = chosen.get("fold") == "no" or not words
-    return Quote(
-        place, [Part(False, list(numbers))] if is_whole else parts_of(lines, numbers, words)
-    )
+    parts = [Part(False, list(numbers))] if is_whole else parts_of(lines, numbers, words)
+    if chosen.get("rest") == "out":
+        parts = [part for part in parts if not part.is_folded]
+    return Quote(place, parts)
 
 
 def _lines_of(place: Place) -> list[int]:
@@ -91,12 +96,13 @@ def quote_html(quote: Quote, package: Package, source: str) -> str:
     page, place = quote.place.page, quote.place
     shown = _Shown(page, links_of(page, package, source), f"{source}{page.module}.html")
     first = quote.numbers[0]
-    body = "".join(
-        _folded(part, shown.rows(part.numbers), page.lines)
-        if part.is_folded
-        else shown.rows(part.numbers)
-        for part in quote.parts
-    )
+    body, last = "", first - 1
+    for part in quote.parts:
+        left_out = range(last + 1, part.numbers[0])
+        if number := quote.num_full(left_out):
+            body += _left_out(f"{shown.url}#L{left_out[0]}", number)
+        rows, last = shown.rows(part.numbers), part.numbers[-1]
+        body += _folded(quote.num_full(part.numbers), rows) if part.is_folded else rows
     beside = " mm-beside" if shown.has_notes else ""
     return (
         f'<figure class="mm-quote{beside}"><figcaption>'
@@ -131,9 +137,13 @@ class _Shown:
         return f'<div class="mm-quote-row">{note}{code}</div>'
 
 
-def _folded(part: Part, rows: str, lines: list[str]) -> str:
-    number = sum(bool(lines[n - 1].strip()) for n in part.numbers)
+def _folded(number: int, rows: str) -> str:
     return f'<details class="mm-fold"><summary>{number} lines folded</summary>{rows}</details>'
+
+
+def _left_out(url: str, number: int) -> str:
+    words = f"{number} lines" if number > 1 else "1 line"
+    return f'<p class="mm-left-out"><a href="{url}">{words} in the source</a></p>'
 
 
 def _prose(comments: Iterable[str]) -> str:

@@ -3,8 +3,9 @@
 Called by: all that speaks of the tour. Run by hand, `python docs/tools/tell.py minutes` prints the
 minutes. Calls: `quotes`, for the code that a page shows; `spine`.
 
-A page takes as long as its words, the lines of code that are not folded, its pictures and its player;
-docs/tour.toml has the speeds. Questions count, their answers too; worked problems do not.
+A page takes as long as its words, its lines of code (folded ones too: a reader may open them), its
+pictures and its player; docs/tour.toml has the speeds. Questions count, their answers too; worked
+problems do not.
 """
 
 import re
@@ -177,14 +178,15 @@ def amount_of(page: Page, package: Package) -> Amount:
     text = re.sub(r"\A---\n.*?\n---\n", "", page.text, flags=re.DOTALL)
     found = [(macro[1], macro[2] or "") for macro in MACRO.finditer(text)]
     kinds = [kind for kind, _ in found]
-    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    fences = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+    fenced = [line for fence in fences.findall(text) for line in fence.split("\n")[1:-1]]
+    text = fences.sub("", text)
     text, num_formulas = re.subn(r"\$\$.+?\$\$", "", text, flags=re.DOTALL)
     text = re.sub(r"</?\w[^>]*>", "", MACRO.sub(_words_of_macro, text))
     return Amount(
         words=len([word for word in text.split() if re.search(r"\w", word)]),
-        code_lines=sum(
-            read_quote(package, code).num_shown for kind, code in found if kind == "code"
-        ),
+        code_lines=len([line for line in fenced if line.strip()])
+        + sum(read_quote(package, code).num_lines for kind, code in found if kind == "code"),
         pictures=sum(map(kinds.count, ("figure", "table", "run"))) + num_formulas,
         players=sum(map(kinds.count, ("player", "replay"))),
     )

@@ -107,7 +107,7 @@ def speeds() -> str:
     found = read_speeds()
     return (
         f"{found.words_per_minute} words a minute; {lines_per_minute()} lines of code a minute, folded "
-        f"ones aside; {found.minutes_per_picture} minutes for a picture, a table or a formula; "
+        f"ones too; {found.minutes_per_picture} minutes for a picture, a table or a formula; "
         f"{found.minutes_per_player} minutes for a player. Questions at the end of a page count, and "
         "so do their answers. Worked problems, notebooks and exercises do not."
     )

@@ -1,0 +1,59 @@
+"""What one rank calls in one recorded step, and how often: down the chain, and back up.
+
+Called by: the page that ends the way through a step. Calls: the recording of 1F1B, line by line.
+"""
+
+from collections import Counter
+from html import escape
+
+from source.places import UNROLLED, read_json
+
+RUN = "1f1b-paced"
+RANK = 1
+"""Of a middle stage: it receives and sends in both directions."""
+ABOVE = ("pretrain", "train")
+"""Who calls `train_step`; a recording of a step begins there."""
+Path = tuple[str, ...]
+
+
+def chain_calls() -> dict[Path, int]:
+    """Names of the links of the chain, from `train_step` down, and how often each is called."""
+    data = read_json(UNROLLED / f"{RUN}.json")
+    (rank,) = (rank for rank in data["ranks"] if rank["rank"] == RANK)
+    nodes, found = rank["nodes"], Counter()
+    paths: list[Path] = []
+    for view, caller, _, num_calls, _, _, is_link, *_ in nodes:
+        name = data["names"][data["views"][view][0]]
+        above = paths[caller] if caller >= 0 else ()
+        paths.append((*above, name) if is_link else above)
+        if is_link:
+            found[paths[-1]] += num_calls
+    return dict(found)
+
+
+def chain_table() -> str:
+    """The calls as nested lists, each with its number."""
+    calls = chain_calls()
+    children: dict[Path, list[Path]] = {}
+    for path in calls:
+        children.setdefault(path[:-1], []).append(path)
+
+    def item(path: Path) -> str:
+        below = "".join(map(item, children.get(path, ())))
+        inner = f"<ul>{below}</ul>" if below else ""
+        return f"<li>{_name(path[-1])} × {calls[path]}{inner}</li>"
+
+    inner = "".join(map(item, children[()]))
+    for name in reversed(ABOVE):
+        inner = f"<li>{_name(name)}<ul>{inner}</ul></li>"
+    return f'<ul class="mm-chain-calls">{inner}</ul>'
+
+
+def _name(name: str) -> str:
+    return f"<code>{escape(name)}</code>"
+
+
+def num_microbatches() -> int:
+    """Of the recorded step: the rank ran the program's function so often."""
+    (number,) = (n for path, n in chain_calls().items() if path[-1] == "pretrain_gpt.forward_step")
+    return number

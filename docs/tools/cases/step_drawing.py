@@ -1,0 +1,183 @@
+"""The one drawing of 1F1B: the same small step on each page of the hour, with this page's part marked.
+
+Called by: the pages, as `step_drawing(...)` in a figure. Calls: the planner's simulation, `pictures`.
+
+    step_drawing("phases")                     the three phases of each stage, named
+    step_drawing("work", ("forward", 2, 3))    one action: kind, stage, microbatch
+    step_drawing("messages", 1, 2)             what stages 1 and 2 say to each other in the steady state
+    step_drawing("end")                        what each rank does after its last backward
+
+All that is not marked is faint.
+"""
+
+from collections.abc import Iterator
+
+from cases import cases
+from minimegatron.planner.actions import COMMUNICATE, COOLDOWN, STEADY, WARMUP, Action
+from minimegatron.planner.svg_shapes import label, rect, shade, text_colour
+from pictures.pictures import svg
+
+LEFT, TOP, BAR, UNIT = 62, 14, 28, 19
+ROW = {"phases": 50, "work": 42, "messages": 64, "end": 38}
+"""From one stage to the next."""
+AFTER = 250
+"""Room for what comes after the schedule."""
+WORDS = {WARMUP: "warm-up", STEADY: "steady state", COOLDOWN: "cool-down"}
+ENDS = ("finalize_model_grads", "optimizer.step")
+
+Place = tuple[int, Action, int, int]
+"""Stage, action, start, end."""
+
+
+def step_drawing(about: str, *which: object) -> str:
+    """1F1B with four stages and eight microbatches; see the head of this file."""
+    return _Drawing(about).draw(*which)
+
+
+def _bars(step: cases.Simulation) -> Iterator[Place]:
+    for stage, actions in enumerate(step.plan.ranks):
+        for index, action in enumerate(actions):
+            if action.kind != COMMUNICATE:
+                yield stage, action, int(step.starts[stage][index]), int(step.ends[stage][index])
+
+
+def _find(bars: list[Place], kind: str, stage: int, microbatch: int) -> Place:
+    wanted = (kind, stage, microbatch)
+    return next(b for b in bars if (b[1].kind, b[0], b[1].microbatch) == wanted)
+
+
+# -- What is marked, and the picture's title --
+
+
+def _all(bars: list[Place]) -> tuple[list[Place], str]:
+    return bars, "warm-up, steady state and cool-down of each stage"
+
+
+def _one(bars: list[Place], work: tuple[str, int, int]) -> tuple[list[Place], str]:
+    kind, stage, microbatch = work
+    return [_find(bars, *work)], f"the {kind} of microbatch {microbatch} on stage {stage}"
+
+
+def _pair(bars: list[Place], first: int, second: int) -> tuple[list[Place], str]:
+    """A forward on the first stage, and the backward that sends a gradient back to it."""
+    stages = (first, second)
+    steady = [b for b in bars if b[0] in stages and b[1].phase == STEADY]
+    return steady, f"messages between stages {first} and {second} in the steady state"
+
+
+def _last(bars: list[Place]) -> tuple[list[Place], str]:
+    last = [max((b for b in bars if b[0] == stage), key=lambda b: b[3]) for stage in range(4)]
+    return last, f"after its last backward each rank calls {' and '.join(ENDS)}"
+
+
+_MARKS = {"phases": _all, "work": _one, "messages": _pair, "end": _last}
+
+
+# -- Shapes --
+
+
+class _Drawing:
+    def __init__(self, about: str):
+        self.about, self.row = about, ROW[about]
+        self.bars = list(_bars(cases.step("1f1b", 4, 8)))
+        self.right = self.x(max(end for *_, end in self.bars))
+
+    def draw(self, *which: object) -> str:
+        marked, words = _MARKS[self.about](self.bars, *which)
+        parts = [_arrow_head()]
+        for stage in range(4):
+            y = self.top(stage)
+            parts.append(label(8, y + 19, f"stage {stage}", "bold"))
+            parts.append(rect(LEFT, y, self.right - LEFT, BAR, 'class="track"'))
+        parts += [self.bar(place, place in marked) for place in self.bars]
+        beside = {
+            "phases": self.phases,
+            "work": self.ways,
+            "messages": self.messages,
+            "end": self.ends,
+        }
+        parts += beside[self.about](marked)
+        width = self.right + 10 + AFTER * (self.about == "end")
+        bottom = self.top(3) + BAR + (22 if self.about == "phases" else 10)
+        title = f"1F1B, 4 stages, 8 microbatches: {words}"
+        picture = svg(width, bottom, title, parts)
+        return f'<div class="mm-timeline mm-step-drawing">{picture}</div>'
+
+    def top(self, stage: int) -> int:
+        return TOP + stage * self.row
+
+    def x(self, time: int) -> int:
+        return LEFT + time * UNIT
+
+    def bar(self, place: Place, is_marked: bool) -> str:
+        stage, action, start, end = place
+        fill = shade(action.kind, 0, 1)
+        x, y, width = self.x(start), self.top(stage), (end - start) * UNIT
+        number = (
+            f'<text class="num" x="{x + width / 2:g}" y="{y + 18}" '
+            f'style="fill:{text_colour(fill)}">{action.microbatch}</text>'
+        )
+        css = "" if is_marked else ' class="mm-faint"'
+        tip = f"<title>stage {stage}: {action.kind} of microbatch {action.microbatch}</title>"
+        body = rect(x + 0.5, y, width - 1, BAR, f'rx="2" fill="{fill}"')
+        return f"<g{css}>{tip}{body}{number}</g>"
+
+    def phases(self, marked: list[Place]) -> Iterator[str]:
+        for stage in range(4):
+            y = self.top(stage) + BAR + 3
+            for phase, words in WORDS.items():
+                own = [b for b in marked if b[0] == stage and b[1].phase == phase]
+                if not own:
+                    continue
+                start, end = self.x(own[0][2]) + 1, self.x(own[-1][3]) - 1
+                yield f'<path class="mm-brace" d="M{start},{y} v3 H{end} v-3"/>'
+                shown = words if end - start > 6.5 * len(words) - 8 else ""
+                yield label((start + end) / 2, y + 14, shown, "quiet small middle")
+
+    def ways(self, marked: list[Place]) -> Iterator[str]:
+        """Where the work's input comes from, and where its output goes."""
+        (place,) = marked
+        stage, action, *_ = place
+        ahead = 1 if action.kind == "forward" else -1
+        for sender, receiver in ((stage - ahead, stage), (stage, stage + ahead)):
+            ends = [_find(self.bars, action.kind, s, action.microbatch) for s in (sender, receiver)]
+            yield self.arrow(*ends)
+
+    def messages(self, marked: list[Place]) -> Iterator[str]:
+        for sender in marked:
+            kind, microbatch = sender[1].kind, sender[1].microbatch
+            ahead = 1 if kind == "forward" else -1
+            for receiver in marked:
+                wanted = (sender[0] + ahead, kind, microbatch)
+                if (receiver[0], receiver[1].kind, receiver[1].microbatch) == wanted:
+                    yield self.arrow(sender, receiver)
+
+    def arrow(self, sender: Place, receiver: Place) -> str:
+        is_down = receiver[0] > sender[0]
+        y1 = self.top(sender[0]) + (BAR if is_down else 0)
+        y2 = self.top(receiver[0]) + (0 if is_down else BAR)
+        return (
+            f'<line class="mm-way" x1="{self.x(sender[3]) - 5}" y1="{y1}" '
+            f'x2="{self.x(receiver[2]) + 5}" y2="{y2}" marker-end="url(#mm-tip)"/>'
+        )
+
+    def ends(self, marked: list[Place]) -> Iterator[str]:
+        """All ranks meet in the sums of `finalize_model_grads`, however early they are done."""
+        for stage, _, _, end in marked:
+            y = self.top(stage) + BAR // 2
+            yield (
+                f'<line class="phase" x1="{self.x(end)}" y1="{y}" x2="{self.right}" y2="{y}" '
+                'stroke-dasharray="2 3"/>'
+            )
+        x, top, bottom = self.right + 4, self.top(0), self.top(3) + BAR
+        for words, width in zip(ENDS, (146, 100), strict=True):
+            yield rect(x, top, width - 4, bottom - top, 'rx="3" class="mm-module"')
+            yield label(x + (width - 4) / 2, (top + bottom) / 2 + 4, words, "small middle")
+            x += width
+
+
+def _arrow_head() -> str:
+    return (
+        '<defs><marker id="mm-tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" '
+        'markerHeight="6" orient="auto"><path class="mm-tip" d="M0,0 L6,3 L0,6 z"/></marker></defs>'
+    )
