@@ -245,7 +245,7 @@ def backward_step(
 
     Each of the three may be a list: of one, or with what a model hands on (`all_outputs`), which is one
     tensor as input and as output. Its gradient is the sum of two: of this stage, which used it, and of
-    the stages after it, which did too. Returns the loss's gradient with respect to the input, None on the
+    later stages, which did too. Returns the loss's gradient with respect to the input, None on the
     first stage; a list if the input was one. An input that nobody used has zeros.
     """
     unwrap = not isinstance(input_tensor, list)
