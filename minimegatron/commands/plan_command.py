@@ -107,7 +107,7 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
         "--pipeline-model-parallel-split-rank",
         type=int,
         metavar="Q",
-        help="T5: the first stage of the decoder; those behind it get two messages in place of one",
+        help="T5: the first stage of the decoder; those after it get two messages in place of one",
     )
     add(
         "--encoder-message-bytes",

@@ -1,4 +1,4 @@
-"""BERT as Megatron has it: the norm before each part of a layer, not behind it.
+"""BERT as Megatron has it: the norm before each part of a layer, not after it.
 
 Shoeybi et al. 2019 (https://arxiv.org/abs/1909.08053), section 5.3; Hugging Face's
 `MegatronBertForPreTraining`. The first BERT's class there, `BertForPreTraining`, adds and then norms:

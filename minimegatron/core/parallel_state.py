@@ -155,7 +155,7 @@ def is_initialized() -> bool:
     return _state is not None
 
 
-# -- The three questions behind every getter --
+# -- The three questions that every getter asks --
 
 
 def get_group(kind: str, check_initialized: bool = True) -> dist.ProcessGroup | None:

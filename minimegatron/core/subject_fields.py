@@ -84,7 +84,7 @@ class SubjectFields:
 
     # -- Between stages, and in them --
     mtp_standalone: bool = False
-    """Further tokens are predicted on another stage than the loss, so that messages behind it are
+    """Further tokens are predicted on another stage than the loss, so that messages after it are
     longer. A layout decides it; then shapes are sent ahead too."""
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     """Of the microbatches in flight, how many keep (some of) their activations."""

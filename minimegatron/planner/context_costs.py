@@ -91,11 +91,11 @@ def pairs_of_tokens(
 ) -> list[int]:
     """Of each rank: pairs of a query and a key that it may see, for which it computes a score.
 
-    If the sequence is cut into 2c chunks, and each rank has one from the front and one from the back
-    (`zigzag`), all ranks have the same number. With c chunks in order, the last rank has almost twice
+    If the sequence is cut into 2c pieces, and each rank has one from the front and one from the back
+    (`zigzag`), all ranks have the same number. With c pieces in order, the last rank has almost twice
     that.
 
-    Raises ValueError where the chunks are not equal.
+    Raises ValueError where the pieces are not equal.
 
     >>> pairs_of_tokens(32, 4), pairs_of_tokens(32, 4, contiguous=True)
     ([132, 132, 132, 132], [36, 100, 164, 228])

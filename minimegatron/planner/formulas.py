@@ -127,7 +127,7 @@ def message_formula(config: PlanConfig) -> Formula | None:
 
 
 def _with_two_stacks(config: PlanConfig) -> Formula:
-    # Of the p - 1 boundaries, those behind the decoder's first stage q carry two messages.
+    # Of the p - 1 boundaries, those after the decoder's first stage q carry two messages.
     p, M = config.pp_size, config.num_microbatches
     *numbers, _ = map(len, config.message_sizes)
     q, value = numbers.count(1), sum(numbers) * M

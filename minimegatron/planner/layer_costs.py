@@ -53,7 +53,7 @@ class LayeredCosts(Costs):
     """Costs of chunks that are made of layers: `of_layers` makes them.
 
     A pair takes as long as its two lanes, which start and end together. With delayed weight gradients
-    those of a step are computed within it, also the last.
+    those of a turn are computed within it, also the last.
     """
 
     layers: tuple[tuple[LayerCosts, ...], ...] = ()
@@ -96,7 +96,7 @@ class LayeredCosts(Costs):
         return self.run(self._nodes(halves)).total
 
     def run(self, nodes: list[Node]) -> LayerTimeline:
-        """The two lanes of one step."""
+        """The two lanes of one turn."""
         return run_lanes([nodes], blocking=self.blocking)
 
     def half_of(
@@ -116,7 +116,7 @@ class LayeredCosts(Costs):
         of_kind = {half.kind: half for half in halves}
         if len(of_kind) == len(halves):
             return step_nodes(of_kind.get(FORWARD), of_kind.get(BACKWARD), self.delay_wgrad)
-        # Two forwards, or two backwards: Megatron has no such step, so one follows the other.
+        # Two forwards, or two backwards: Megatron has no such turn, so one follows the other.
         return [node for half in halves for node in LayeredCosts._nodes(self, [half])]
 
 

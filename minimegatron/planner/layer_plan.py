@@ -1,10 +1,10 @@
-"""Inside a step: the nodes of its layers on two lanes, and how much of the all-to-alls is exposed.
+"""Inside a turn: the nodes of its layers on two lanes, and how much of the all-to-alls is exposed.
 
 Counterpart: `TransformerLayerSchedulePlan.run` of
 `megatron.core.models.common.model_chunk_schedule_plan`, whose order of nodes this is.
 
 A layer of experts is attention (with norms, router and permutation), dispatch, mlp (the experts) and
-combine. Dispatch and combine are all-to-alls. Where a forward and a backward share a step, their layers
+combine. Dispatch and combine are all-to-alls. Where a forward and a backward share a turn, their layers
 go in pairs, the forward's i-th beside the backward's i-th from the end:
 
 | #  | node               | lane       | waits for                   | runs beside |
@@ -23,7 +23,7 @@ go in pairs, the forward's i-th beside the backward's i-th from the end:
 Each lane does one node at a time, in this order. So a node starts when its lane is free and the node
 before it, of its own microbatch, is done. Both ends of the model (embedding, loss) take no time here.
 
-Where ranks share a sequence on a ring, an attention has blocks and hops too (`ring_costs`), behind its
+Where ranks share a sequence on a ring, an attention has blocks and hops too (`ring_costs`), after its
 projections in a forward and before them in a backward. Hops have a third lane; beside each, the block
 after it is computed.
 
@@ -83,7 +83,7 @@ class LayerCosts:
 
 
 class Half(NamedTuple):
-    """What a step does of one microbatch: its forward, or its backward, through one chunk."""
+    """What a turn does of one microbatch: its forward, or its backward, through one chunk."""
 
     kind: str
     microbatch: int
@@ -116,13 +116,13 @@ class TimedNode(NamedTuple):
     end: Time
 
 
-# -- Which nodes a step has, in the order of their calls --
+# -- Which nodes a turn has, in the order of their calls --
 
 
 def step_nodes(
     forward: Half | None, backward: Half | None = None, delay_wgrad: bool = False
 ) -> list[Node]:
-    """The nodes of one step: of a pair, of a lone forward, or of a lone backward (`forward` None).
+    """The nodes of one turn: of a pair, of a lone forward, or of a lone backward (`forward` None).
 
     Where the chunks differ in length, the layers that are left come alone: the backward's first.
     """
@@ -266,7 +266,7 @@ def run_lanes(
 
     Args:
         overlap: False: no node starts before the one before it is done, whatever its lane.
-        joined: no step starts before the one before it is done. So it is where a step's end is waited
+        joined: no turn starts before the one before it is done. So it is where a turn's end is waited
             for: by a program that computes on a CPU, and in `simulator.simulate`. On a GPU the
             streams run on.
         blocking: the program stands still while it computes an attention's weight gradients, so the

@@ -5,7 +5,7 @@ parameters of its layers.
 
 K depths are K more layers, in one stage. A depth has a projection [2h -> h] before its layer, and the
 loss stage computes the vocabulary's logits 1 + K times. Where another stage than the last has the K
-layers, what goes on from it is [(1 + K) s, b, h], all depths one behind the other.
+layers, what goes on from it is [(1 + K) s, b, h], all depths one after the other.
 
 >>> layer_times((6, 12), loss=(1, 2), num_depths=1)["mtp"], layer_times((6, 12), (1, 2), 1)["loss"]
 ((7, 14), (2, 4))
@@ -104,7 +104,7 @@ def parameters_of_stages(
 ) -> list[int]:
     """Parameters of each virtual stage, before tensor parallelism divides them.
 
-    The last norm is on the loss stage; with further tokens it is behind the last decoder layer, which
+    The last norm is on the loss stage; with further tokens it is after the last decoder layer, which
     they start from. Learned positions, if any, are the first stage's.
 
     >>> parameters_of_stages([["embedding", "decoder"], ["decoder", "loss"]], 1000, 10, 50)

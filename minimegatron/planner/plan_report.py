@@ -296,7 +296,7 @@ def ways_table(simulation: Simulation) -> list[list[str]]:
         layers = simulation.costs.layers[0]
         for delay, name in ((False, "combined"), (True, "combined, weights delayed")):
             lanes = one_stage(config.num_microbatches, layers, delay_wgrad=delay)
-            rows.append([f"{name}, steps not joined", *_lane_words(lanes.total, lanes)])
+            rows.append([f"{name}, turns not joined", *_lane_words(lanes.total, lanes)])
     return rows
 
 

@@ -2,19 +2,19 @@
 
 Counterpart: none in Megatron, which leaves attention over ranks to Transformer Engine.
 
-The c ranks of a ring have one block of keys and values each. In c steps each rank computes with one
+The c ranks of a ring have one block of keys and values each. In c rounds each rank computes with one
 block after the other, its own first; a hop brings the next one from the rank before while this one is
 computed. With the split of `zigzag` every block is as much work as any other, but for half a chunk's
 diagonal (`context_costs.pairs_of_tokens`).
 
-| step  | forward, beside the block | backward, beside the block                             |
+| round | forward, beside the block | backward, beside the block                             |
 |-------|---------------------------|--------------------------------------------------------|
 | 0     | next keys and values      | next keys and values                                   |
 | 1 ... | next keys and values      | this block's gradients so far; next keys and values    |
 | c - 1 | nothing                   | this block's gradients so far                          |
 | after |                           | gradients go home; nothing is beside                   |
 
-So forward c - 1 hops; backward c - 1 of keys and values, and c of gradients. All ranks do each step
+So forward c - 1 hops; backward c - 1 of keys and values, and c of gradients. All ranks do each round
 at the same time.
 """
 

@@ -133,7 +133,7 @@ class Stage(PlannedRank):
         return None if unit is None or unit[1] == end else unit
 
     def _sizes_of(self, direction: str, payload: str, chunk: int) -> tuple[int, ...]:
-        """Sizes of the messages of one kind: behind the chunk's stage, or before it."""
+        """Sizes of the messages of one kind: after the chunk's stage, or before it."""
         stage = self.placement.stage_of(self.pp_rank, chunk)
         is_behind = (direction == SEND) == (payload == ACTIVATION)
         return self.config.sizes_behind(stage - (not is_behind))

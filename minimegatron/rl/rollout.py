@@ -29,7 +29,7 @@ class Answers:
 
     prompts: Sequence[Tokens]
     tokens: torch.Tensor
-    """int64 [rows, s]; 0 behind the answer."""
+    """int64 [rows, s]; 0 after the answer."""
     mask: torch.Tensor
     """bool [rows, s], True for tokens of the answer, its end included."""
     logprobs: torch.Tensor

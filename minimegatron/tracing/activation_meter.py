@@ -47,7 +47,7 @@ class ActivationMeter:
         self.now = 0
         self.peak = 0
         self.after_each: list[int] = []
-        """`now` at the end of each piece of work (`forward_step`, a combined step, ...), in order."""
+        """`now` at the end of each piece of work (`forward_step`, a combined turn, ...), in order."""
 
     def __enter__(self) -> "ActivationMeter":
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)

@@ -79,7 +79,7 @@ class Finding:
 
     unit: Unit | None = None
     halves: tuple[tuple[str, Unit], ...] = ()
-    """Of a combined step: kind and unit of its forward, of its backward, or of both."""
+    """Of a combined turn: kind and unit of its forward, of its backward, or of both."""
     messages: Sequence[SeenMessage] = ()
     overlap: bool = False
     ordinal: int | None = None

@@ -217,7 +217,7 @@ def phases_of(
     whose messages were lowered, say it in their plan (`planned`).
     """
     counts = phase_counts(config, actions[0].rank if actions else 0)
-    # Of combined steps the pairs must be known, and their plan knows them.
+    # Of combined turns the pairs must be known, and their plan knows them.
     if counts is None or config.wire is not None or config.schedule in (GPIPE, COMBINED):
         return _planned_phases(actions, config, planned)
     kinds = [action.call or action.kind for action in actions]
@@ -234,7 +234,7 @@ def _planned_phases(actions: list[Action], config: PlanConfig, planned: PlanOf) 
     except ValueError:  # a run that no plan has is still worth its recording
         return unknown
     in_plan = [part for action in plan.ranks[actions[0].rank] for part in parts_of(action)]
-    # A run does a pair's two parts one after the other, or both in a combined step.
+    # A run does a pair's two parts one after the other, or both in a combined turn.
     done = [(number, part) for number, action in enumerate(actions) for part in parts_of(action)]
     if [action._replace(phase=None) for action in in_plan] != [part for _, part in done]:
         return unknown

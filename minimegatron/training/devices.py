@@ -169,7 +169,7 @@ def is_supported(capability: tuple[int, int], architectures: Sequence[str]) -> b
 def has_fused_attention(head_size: int, dtype: torch.dtype) -> bool:
     """Whether torch has such a kernel on this rank's device for heads of `head_size` elements.
 
-    Without one, torch computes the same in several steps, many times slower, and says nothing.
+    Without one, torch computes the same in several kernels, many times slower, and says nothing.
     """
     query = torch.zeros(1, 1, 16, head_size, dtype=dtype, device=get_device())
     try:
@@ -188,7 +188,7 @@ def describe_device(args: Any, dtype: torch.dtype) -> None:
 
 
 def warn_of_slow_attention(head_size: int, dtype: torch.dtype) -> None:
-    """Prints a line where torch computes attention in several steps on this device."""
+    """Prints a line where torch computes attention in several kernels on this device."""
     if device_is_asynchronous() and not has_fused_attention(head_size, dtype):
         print_rank_0(
             f"> attention: torch has no fused kernel here for heads of {head_size} elements in "

@@ -52,7 +52,7 @@ def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
 def check_labels(sample: Mapping[str, torch.Tensor] | None, vocab_size: int | None) -> None:
     """Raises DataError if a label is not a token of the vocabulary, though its "loss_mask" is not 0.
 
-    Give `args.unpadded_vocab_size`. The rows behind it have logits too, and would learn to be
+    Give `args.unpadded_vocab_size`. The rows after it have logits too, and would learn to be
     predicted; Megatron takes such a label without a word. This is for what a loader has made, where it
     still is on the CPU.
     """

@@ -102,7 +102,7 @@ def data_note(args: Arguments, saved: dict[str, Any]) -> str | None:
     if not found:
         return None
     return (
-        f"the data are not the checkpoint's ({found}): the run goes on behind as many "
+        f"the data are not the checkpoint's ({found}): the run goes on after as many "
         "samples, but some of these were seen before, and some that were left out never come"
     )
 

@@ -213,14 +213,14 @@ def warmups_interleaved(pp: int = 4, m: int = 8, v: int = 2, group: int = 4) -> 
 
 
 def warmup_table(pp: int = 4, m: int = 16, vpp: int = 2, message: object = "1/5") -> str:
-    """Interleaving with two steps of warm-up per stage and with one, in both modes."""
+    """Interleaving with two forwards of warm-up per stage and with one, in both modes."""
     rows = []
     for mode, overlap in (("one exchange", False), ("overlapped messages", True)):
         for steps, planned in zip((2, 1), both_warmups(pp, m, vpp, overlap), strict=True):
             times = [makespan(planned, x) for x in (0, message)]
             words = ["waits for ever" if t is None else number_words(t) for t in times]
             rows.append([mode, steps, *words, planned.peak_in_flight(0)])
-    head = ["messages", "steps per stage", "makespan, messages free"]
+    head = ["messages", "forwards per stage", "makespan, messages free"]
     head += [f"makespan, messages of {message}", "chunks held on rank 0"]
     return table(head, rows)
 

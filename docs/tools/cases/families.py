@@ -218,7 +218,7 @@ def sum_table(num_stages: int = 2) -> str:
     rows.append(
         ["one process", "", "", "", f"**{whole_gradient(E_OUTPUT, D_INPUT, num_stages):g}**"]
     )
-    head = ["backward of", "∂L/∂input", "its own part of ∂L/∂e", "from behind", "sent on"]
+    head = ["backward of", "∂L/∂input", "its own term of ∂L/∂e", "from the stage after", "sent on"]
     return table(head, rows)
 
 

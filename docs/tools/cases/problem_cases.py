@@ -282,7 +282,7 @@ def forwards_before_gradient(rank: int, p: int, m: int, v: int) -> int:
 
 
 def chunks_held(p: int, m: int, v: int) -> tuple[int, int]:
-    """What rank 0 holds with two steps of warm-up per stage, and with one; overlapped messages."""
+    """What rank 0 holds with two forwards of warm-up per stage, and with one; overlapped messages."""
     two, one = (planned.peak_in_flight(0) for planned in both_warmups(p, m, v, overlap=True))
     return two, one
 

@@ -36,7 +36,7 @@ MICROBATCHES = 2
 
 
 def new_machine(mode: RerunMode = RerunMode.VALIDATE_RESULTS, device: str = "0", **options):
-    """A machine that judges: its first step is behind it."""
+    """A machine that judges: its first step is over."""
     machine = RerunStateMachine(mode=mode, **options)
     machine.first_iteration_complete = True
     machine.judge.device_of_rank = lambda: ("node", device)

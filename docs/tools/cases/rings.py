@@ -1,4 +1,4 @@
-"""What the page on context parallelism shows: pairs of tokens by rank, the ring's steps, what is sent.
+"""What the page on context parallelism shows: pairs of tokens by rank, the ring's rounds, what is sent.
 
 Called by: `cases`, where pages find it as `rings`. Calls: the package's split and attention, and
 `sequence_pictures`. The ranks of a ring are computed here one after the other.
@@ -71,16 +71,16 @@ def tokens_words(length: int, rank: int, c: int) -> str:
     return " and ".join(f"{chunk[0]}–{chunk[-1]}" for chunk in chunks)
 
 
-# -- The steps of the ring --
+# -- The rounds of the ring --
 
 
 def holder(rank: int, step: int, c: int) -> int:
-    """Whose keys and values a rank has in a step, after as many hops: in step 0 its own."""
+    """Whose keys and values a rank has in a round, after as many hops: in round 0 its own."""
     return (rank - step) % c
 
 
 def blocks(rank: int, owner: int) -> list[sequence_pictures.Block]:
-    """What a rank computes with an owner's keys, by chunks: rows of queries, columns of keys."""
+    """What a rank computes with an owner's keys, by pieces: rows of queries, columns of keys."""
     block = block_of(rank, owner, 2)
     found = []
     for row in range(2)[block.rows]:
@@ -93,7 +93,7 @@ def blocks(rank: int, owner: int) -> list[sequence_pictures.Block]:
 
 
 def steps_figure(c: int = C) -> str:
-    """What each rank computes in each step of the ring."""
+    """What each rank computes in each round of the ring."""
     steps = [
         [(holder(rank, step, c), blocks(rank, holder(rank, step, c))) for step in range(c)]
         for rank in range(c)

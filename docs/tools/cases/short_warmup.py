@@ -1,4 +1,4 @@
-"""Interleaving with one step of warm-up per stage: what the planner finds, for the tour and a test.
+"""Interleaving with one forward of warm-up per stage: what the planner finds, for the tour and a test.
 
 Called by: `cases`, `problem_cases`, `why_times_two`. Calls: the planner, with one number of
 `schedule_table` changed.
@@ -32,7 +32,7 @@ def one_step_per_stage() -> Iterator[None]:
 
 
 def both_warmups(pp: int, m: int, vpp: int, overlap: bool) -> tuple[Plan, Plan]:
-    """The plan with two steps per stage, as it is, and with one."""
+    """The plan with two forwards per stage, as it is, and with one."""
     usual = plan("interleaved", pp, m, vpp, overlap_p2p_comm=overlap)
     with one_step_per_stage():
         return usual, plan("interleaved", pp, m, vpp, overlap_p2p_comm=overlap)

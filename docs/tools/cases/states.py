@@ -88,7 +88,7 @@ def hand_table() -> str:
         terms = [f"{float(decay[t, j]):g} · {WRITTEN[j]:g}" for j in range(t + 1)]
         before = f"{DECAYS[t]:g} · {states_of(DECAYS, WRITTEN)[t - 1] if t else 0:g}"
         rows.append([t, f"{before} + {WRITTEN[t]:g} = **{state:g}**", " + ".join(terms)])
-    return table(["token", "the state, step by step", "the same, all at once"], rows)
+    return table(["token", "the state, token by token", "the same, all at once"], rows)
 
 
 # -- In chunks --
@@ -97,7 +97,7 @@ FIGURE_DECAYS, CHUNK = (0.9, 0.8, 0.9, 0.7, 0.9, 0.5, 0.9, 0.8), 4
 
 
 def decay_figure() -> str:
-    """exp(segment_sums(a)) for eight tokens in chunks of four."""
+    """exp(segment_sums(a)) for eight tokens in segments of four."""
     a = torch.tensor(FIGURE_DECAYS, dtype=torch.float64).log()
     return family_pictures.decays(segment_sums(a).exp().tolist(), CHUNK)
 
@@ -180,7 +180,7 @@ def kept_ratio(way: str, s: int, factor: int = 2) -> str:
 
 
 def times_faster(s: int) -> str:
-    """Chunks, against token after token."""
+    """In segments, against token after token."""
     return f"{milliseconds(LOOP, s) / milliseconds(CHUNKS, s):.0f}"
 
 

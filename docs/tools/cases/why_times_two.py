@@ -1,4 +1,4 @@
-"""Interleaving's warm-up with one step per stage and with two: the exchanges of a step, numbered.
+"""Interleaving's warm-up with one forward per stage and with two: the exchanges of a step, numbered.
 
 Called by: `symptoms`, for the page of that name. Calls: `short_warmup` for the two plans, and
 the planner's imagined transport, which says where a rank waits for ever.

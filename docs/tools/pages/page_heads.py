@@ -20,7 +20,7 @@ UNSPOKEN = re.compile(r"<math.*?</math>|<annotation.*?</annotation>", re.DOTALL)
 TAG = re.compile(r"<[^>]*>")
 SENTENCE = re.compile(r"(?<=[.?!])\s+(?=[A-Z0-9`\"“])")
 OWN_LINE = ("notebooks/", "exercises/")
-"""Their pages begin with a line on the file itself; what they are about comes behind it."""
+"""Their pages begin with a line on the file itself; what they are about comes after it."""
 
 
 def description(html: str, url: str = "") -> str:

@@ -1,4 +1,4 @@
-"""A small page at each old address, which leads to the new one and keeps what stands behind the #.
+"""A small page at each old address, which leads to the new one and keeps what stands after the #.
 
 Called by: `build_docs`, when all other pages are written; `every_page`. Calls: `places`. Pages that
 have moved are in docs/redirects.toml; modules whose names have changed, in `minimegatron.moved`.

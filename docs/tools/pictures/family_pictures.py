@@ -78,7 +78,7 @@ def _arrow(left: float, right: float, y: float, way: int, kind: str) -> list[str
 
 
 def decays(values: Sequence[Sequence[float]], chunk: int) -> str:
-    """A lower-triangular matrix: token i reads, j wrote. Colour: inside a chunk, or through a state."""
+    """A lower-triangular matrix: i reads, j wrote. Colour: inside a segment, or through a state."""
     size, left, top = 46, 132, 44
     n = len(values)
     parts = [
@@ -112,7 +112,9 @@ def decays(values: Sequence[Sequence[float]], chunk: int) -> str:
                 f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" class="mm-limit"/>'
             )
     x = edge + 16
-    for number, (hue, words) in enumerate(((5, "inside a chunk:"), (1, "from a chunk before:"))):
+    for number, (hue, words) in enumerate(
+        ((5, "inside a segment:"), (1, "from a segment before:"))
+    ):
         y = top + 10 + number * 56
         parts.append(box(x, y, 16, 16, f"mm-hue-{hue}"))
         parts.append(text(x + 24, y + 13, words, "mm-small mm-strong"))

@@ -1,4 +1,4 @@
-"""Pictures of a sequence: who computes which pairs of tokens, the ring's steps, shifted targets.
+"""Pictures of a sequence: who computes which pairs of tokens, the ring's rounds, shifted targets.
 
 Called by: `rings`, `mtp`. Calls: `pictures`. Everything in them comes from arguments;
 a rank's colour is its number's.
@@ -33,7 +33,7 @@ def pairs(panels: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> str:
     """The triangle of causal attention, whose rows of blocks belong to ranks; once for each way to cut.
 
     Args:
-        panels: the name of a way; by chunk of the sequence the rank that has it; by rank how many
+        panels: the name of a way; by piece of the sequence the rank that has it; by rank how many
             pairs of tokens it computes.
     """
     size, gap = 22, 330
@@ -62,28 +62,28 @@ def pairs(panels: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> str:
     return svg(62 + (len(panels) - 1) * gap + side + 44, height, "; ".join(said), parts)
 
 
-# -- The steps of the ring --
+# -- The rounds of the ring --
 
 
 def ring_steps(
     chunks: Sequence[tuple[int, int]], steps: Sequence[Sequence[tuple[int, Sequence[Block]]]]
 ) -> str:
-    """What each rank computes in each step: a square of its two chunks of queries and two of keys.
+    """What each rank computes in each round: a square of its two pieces of queries and two of keys.
 
     Args:
-        chunks: by rank the two chunks that it has.
-        steps: by rank and step whose keys and values are there, and the blocks that are computed.
+        chunks: by rank the two pieces that it has.
+        steps: by rank and round whose keys and values are there, and the blocks that are computed.
     """
     size, column, row_height, left, top = 26, 116, 92, 116, 30
     parts, said = [], []
     for step in range(len(steps[0])):
-        name = f"step {step}"
+        name = f"round {step}"
         parts.append(text(left + step * column, 16, name, "mm-strong"))
     for rank, row in enumerate(steps):
         y = top + rank * row_height
         parts.append(text(8, y + 32, f"rank {rank}", "mm-strong"))
         parts.append(text(8, y + 48, "queries of", "mm-small mm-quiet"))
-        parts.append(text(8, y + 62, f"chunks {chunks[rank][0]}, {chunks[rank][1]}", "mm-small"))
+        parts.append(text(8, y + 62, f"pieces {chunks[rank][0]}, {chunks[rank][1]}", "mm-small"))
         for step, (owner, blocks) in enumerate(row):
             x = left + step * column
             parts.append(text(x, y + 12, f"keys of {owner}", "mm-small"))
@@ -91,7 +91,7 @@ def ring_steps(
             for place, chunk in enumerate(chunks[owner]):
                 css = "mm-middle mm-small mm-quiet"
                 parts.append(text(x + (place + 0.5) * size, y + 18 + 2 * size + 12, chunk, css))
-            said.append(f"rank {rank}, step {step}: keys of rank {owner}")
+            said.append(f"rank {rank}, round {step}: keys of rank {owner}")
     width, height = left + len(steps[0]) * column - 30, top + len(steps) * row_height
     return svg(width, height, "; ".join(said), parts)
 

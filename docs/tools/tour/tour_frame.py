@@ -59,19 +59,19 @@ def why_next(package: Package, page: Page) -> str:
     else:
         title, minutes = following.title, minutes_of(following, package)
         link = f"**Next: [{title}]({following.page}.md)**, {minutes} minutes."
-        if following.aside and not page.aside:
+        if following.aside:
             link = f"{_way_round(following)}\n\n{link}"
     return f'<div class="mm-next" markdown="1">\n\n{page.why_next}\n\n{link}\n\n</div>\n'
 
 
 def _way_round(aside: Page) -> str:
-    """Where a reader goes on who leaves out this page, and others like it behind it."""
+    """Where a reader goes on who leaves out this page and those like it after it."""
     goes_on = aside
     while goes_on.aside:
         goes_on = page_after(goes_on)
     number = goes_on.number - aside.number
     what = "next page" if number == 1 else f"next {number} pages"
-    return f"Who leaves out the {what} goes on with [{goes_on.title}]({goes_on.page}.md)."
+    return f"If you leave out the {what}, go on with [{goes_on.title}]({goes_on.page}.md)."
 
 
 def tour_nav() -> list:

@@ -124,5 +124,5 @@ def _truncate(
 
 
 def _pad(values: numpy.ndarray, length: int, value: int) -> numpy.ndarray:
-    """`values`, int64, with `value` behind them up to `length`."""
+    """`values`, int64, with `value` after them up to `length`."""
     return numpy.concatenate([values, numpy.full(length - len(values), value, dtype=numpy.int64)])

@@ -172,7 +172,7 @@ def _add_an_epoch(
     lengths: Iterator[int],
     min_sentences: int,
 ) -> None:
-    """Three numbers for each sample behind `rows`. `before`: the tokens before each sentence."""
+    """Three numbers for each sample after `rows`. `before`: the tokens before each sentence."""
     for begin, last in documents:
         length = next(lengths)
         while begin < last:

@@ -204,7 +204,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     ) -> list[Run]:
         """Which runs of tokens to hide, in the order of the text.
 
-        Words are tried in random order, each with a random number of those behind it, fewer where that
+        Words are tried in random order, each with a random number of those after it, fewer where that
         many are hidden already or too long.
 
         Args:
@@ -235,7 +235,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _words(self, token_ids: numpy.ndarray, is_fixed: numpy.ndarray) -> list[Run]:
         begins = numpy.ones(len(token_ids), dtype=bool)
         if self.config.masking_do_full_word:
-            # What stands behind a fixed token is a word, even if its begin was cut off.
+            # What stands after a fixed token is a word, even if its begin was cut off.
             begins[1:] = self._begins_word[token_ids[1:]] | is_fixed[1:] | is_fixed[:-1]
         bounds = [*numpy.flatnonzero(begins).tolist(), len(token_ids)]
         fixed = is_fixed.tolist()

@@ -134,7 +134,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         return fitting
 
     def _take_out(self, tokens: numpy.ndarray, runs: list[Run]) -> tuple[list[int], list[int]]:
-        """The text with a sentinel in place of each run; the runs, each behind its sentinel."""
+        """The text with a sentinel in place of each run; the runs, each after its sentinel."""
         left, taken_out, before = [], [], 0
         sentinels = self.config.tokenizer.additional_special_tokens_ids
         for sentinel, (begin, end) in zip(sentinels, runs, strict=False):
@@ -145,7 +145,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
 
 
 def _padded(values: list[int], length: int, pad: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """`values` with `pad` behind them up to `length`, and 1 where the values are; int64 [length]."""
+    """`values` with `pad` after them up to `length`, and 1 where the values are; int64 [length]."""
     padded = numpy.full(length, pad, dtype=numpy.int64)
     padded[: len(values)] = values
     mask = numpy.zeros(length, dtype=numpy.int64)

@@ -42,7 +42,7 @@ class BertWordPieceTokenizer(MegatronTokenizer):
 
     Args:
         pieces: the vocabulary; a piece's place is its id. `[BOS]`, `[EOS]` and sentinels are added
-            behind it, the first two where they are missing.
+            after it, the first two where they are missing.
         lower_case: read A as a, and leave accents out.
         vocab_extra_ids: sentinels, for T5.
 

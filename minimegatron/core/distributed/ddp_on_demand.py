@@ -52,7 +52,7 @@ class OnDemand:
     def start_grad_sync(self, *unused: Any) -> None:
         """Launches every bucket; for a schedule that chooses the moment (`grad_sync_func`).
 
-        A bucket whose weight gradients are owed, and those behind it, are launched once they came.
+        A bucket whose weight gradients are owed, and those after it, are launched once they came.
         """
         # The first group last: its launch lets the others follow, in their order.
         for group in reversed(self.all_bucket_groups):

@@ -493,7 +493,7 @@ def _neighbours(
 
 
 def _bytes_of(config: PlanConfig, rank: int, chunk: int, is_behind: bool) -> int:
-    """Size of a message between a chunk's stage and the one behind it, or before it."""
+    """Size of a message between a chunk's stage and the one after it, or before it."""
     if config.message_factors is None:
         return config.message_bytes
     stage = config.placement.stage_of(rank, chunk)

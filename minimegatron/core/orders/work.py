@@ -47,7 +47,7 @@ COOLDOWN = "cooldown"
 COMPUTE, MESSAGES, COLLECTIVES = "compute", "messages", "collectives"
 ALL_TO_ALL, RING_HOP = "all-to-all", "ring-hop"
 """Lanes: what one rank does at the same time as something else. The last two are apart from the
-other collectives, because work hides them: a combined step hides the all-to-alls of its experts, one
+other collectives, because work hides them: a combined turn hides the all-to-alls of its experts, one
 after the other; a block of attention hides the hop that brings the next keys and values."""
 HIDDEN = (ALL_TO_ALL, RING_HOP)
 """These two. Each has the name that its collective is traced under."""

@@ -1,4 +1,4 @@
-"""Combined 1F1B: a forward and a backward as one step, so that each hides the other's all-to-alls.
+"""Combined 1F1B: a forward and a backward in one turn, so that each hides the other's all-to-alls.
 
 Counterpart: `megatron.core.pipeline_parallel.combined_1f1b`.
 
@@ -166,7 +166,7 @@ def combined_1f1b_schedule_for_interleaved_pipelining(
     cp_group_size: int | None = None,
     is_last_stage: Sequence[bool | None] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """One step of interleaving: forward number f, backward number b, or both.
+    """One turn of interleaving: forward number f, backward number b, or both.
 
     Args:
         data_iterator, model: one for each chunk.
@@ -222,7 +222,7 @@ def combined_1f1b_schedule_for_interleaved_pipelining(
 
 
 class CombinedSteps:
-    """Makes an interleaved run one of combined steps: stands before the run's class, as its base."""
+    """Makes an interleaved run one of combined turns: stands before the run's class, as its base."""
 
     chunks: list[ModelChunk]
     order: InterleavedOrder
@@ -285,7 +285,7 @@ class CombinedSteps:
         self._after_backward(k, None if is_first else input_grad)
 
 
-# -- One step --
+# -- One turn --
 
 
 def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -418,7 +418,7 @@ def _take_plan(
 
 
 class _CombinedRun(CombinedSteps, InterleavedRun):
-    """The same with combined steps."""
+    """The same with combined turns."""
 
 
 def run_interleaved(*actors_and_step: Any) -> None:

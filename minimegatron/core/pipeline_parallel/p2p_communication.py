@@ -114,7 +114,7 @@ def is_single_shape(x: Any) -> bool:
 
 
 def sends_shapes(config: ModelParallelConfig) -> bool:
-    """Whether the shape goes ahead of every message: lengths vary, or are longer behind a stage of
+    """Whether the shape goes ahead of every message: lengths vary, or are longer after a stage of
     its own for further tokens."""
     return config.variable_seq_lengths or config.mtp_standalone
 

@@ -100,7 +100,7 @@ def _is_output_and_function(returned: Any) -> bool:
 def all_outputs(model: torch.nn.Module, input_tensor: Any, output_tensor: torch.Tensor) -> Any:
     """What a stage sends: its output, in a list if its input came in one.
 
-    A model may hand on some of its inputs as they came, for stages behind the next one: those that its
+    A model may hand on some of its inputs as they came, for stages after the next one: those that its
     method `extra_outputs(inputs)` returns. T5's decoder does, with the encoder's output.
     """
     if not isinstance(input_tensor, list):
@@ -245,7 +245,7 @@ def backward_step(
 
     Each of the three may be a list: of one, or with what a model hands on (`all_outputs`), which is one
     tensor as input and as output. Its gradient is the sum of two: of this stage, which used it, and of
-    the stages behind, which did too. Returns the loss's gradient with respect to the input, None on the
+    later stages, which did too. Returns the loss's gradient with respect to the input, None on the
     first stage; a list if the input was one. An input that nobody used has zeros.
     """
     unwrap = not isinstance(input_tensor, list)

@@ -112,7 +112,7 @@ class VocabParallelEmbedding(torch.nn.Module):
 
 
 class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
-    """Y = X W^T + bias, whose backward hides the input gradient's reduction behind dW.
+    """Y = X W^T + bias, whose backward computes dW while the input gradient is reduced.
 
     dX must be summed over the ranks and dW need not be, and dW does not depend on dX: so dX is
     computed first, its reduction launched, and dW computed while it is under way.

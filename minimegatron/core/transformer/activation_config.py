@@ -30,7 +30,7 @@ class ContextParallelConfig:
 def comm_type_of_layer(config: Any, layer_number: int) -> str:
     """The way of one layer, whose number counts from 1 within the whole model.
 
-    Layers behind the model's own, which predict further tokens, have the last one's.
+    Layers after the model's own, which predict further tokens, have the last one's.
     """
     given = config.cp_comm_type or "p2p"
     if isinstance(given, str):

@@ -147,8 +147,8 @@ def block_of(rank: int, source: int, length: int, causal: bool = True) -> Block:
     """What rank `rank` attends to of the keys of rank `source`; each has `length` tokens.
 
     Causal attention needs half of another rank's block, and no causal mask there. Of a lower rank's
-    two chunks (see `zigzag`), the first lies before all our tokens, the second behind them. Of our own
-    two, the second lies behind all tokens of a higher rank, the first before them.
+    two chunks (see `zigzag`), the first lies before all our tokens, the second after them. Of our own
+    two, the second lies after all tokens of a higher rank, the first before them.
     """
     if not causal or source == rank:
         return Block(WHOLE, WHOLE, causal)
@@ -226,9 +226,9 @@ def _by_tokens(output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class RingAttention(torch.autograd.Function):
-    """Rank r attends in step i to the keys and values of rank (r - i) mod c.
+    """Rank r attends in round i to the keys and values of rank (r - i) mod c.
 
-    The next ones are on their way while a step computes. Backward sends keys and values round again;
+    The next ones are on their way while a round computes. Backward sends keys and values round again;
     their gradients follow them and grow on each rank, and take one hop more to be home.
     """
 
@@ -296,7 +296,7 @@ class RingAttention(torch.autograd.Function):
                 keep=sharing.draw(some, keys),
             )
             grad_query[..., rows, :] += grad_some
-            # What the ranks before have added to the gradients of these keys comes one hop behind them.
+            # What the ranks before have added to the gradients of these keys comes one hop after them.
             grad_pair = torch.zeros_like(pair) if grads_hop is None else grads_hop.wait()
             grad_pair[..., block.columns, :] += torch.stack(grads)
             grads_hop = _Hop(grad_pair, sharing, step, "backward", "dkv")

@@ -48,7 +48,7 @@ FAULTS_OF_RINGS = (
         _RING,
         "        return Block(WHOLE, slice(length // 2), False)\n",
         "        return Block(WHOLE, slice(length // 2, None), False)\n",
-        "From a rank before it, a rank takes the chunk that lies behind its own tokens: they see the "
+        "From a rank before it, a rank takes the piece that lies after its own tokens: they see the "
         "future. The loss is wrong: once the model has learned to look there, it is too good.",
     ),
     Fault(

@@ -13,7 +13,7 @@ FAULTS_OF_T5 = (
         "        user_results.add_gradient(handed_on, grad_from_behind)\n",
         "",
         "A decoder stage sends back its own gradient of the encoder's output, without what the stages "
-        "behind it sent. So the encoder learns from one decoder stage only. With one decoder stage "
+        "after it sent. So the encoder learns from one decoder stage only. With one decoder stage "
         "nothing is wrong.",
     ),
     Fault(
@@ -21,9 +21,9 @@ FAULTS_OF_T5 = (
         "core/pipeline_parallel/steps.py",
         "zip(outputs[1:], grads[1:], strict=False)",
         "zip(inputs, grads[1:], strict=False)",
-        "The gradient of the encoder's output that came from behind is added to that of the stage's "
-        "first input. On the first decoder stage this is the encoder's output; on those behind it is "
-        "the decoder's own state. Where the two have different lengths, the addition raises an error.",
+        "The gradient of the encoder's output that came from the next stage is added to that of the "
+        "stage's first input. On the first decoder stage this is the encoder's output; on later ones it "
+        "is the decoder's own state. Where the two have different lengths, the addition raises an error.",
     ),
     Fault(
         "position-embedding-of-one-stack",

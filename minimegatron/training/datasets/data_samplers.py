@@ -111,7 +111,7 @@ SPLITS = (
 
 
 def used_up(loader: torch.utils.data.DataLoader, split: str, flags: str) -> Iterator:
-    """Stands behind a loader's microbatches: who asks for one more learns that there is none."""
+    """Stands after a loader's microbatches: who asks for one more learns that there is none."""
     yield from ()
     sampler = loader.batch_sampler
     raise DataError(

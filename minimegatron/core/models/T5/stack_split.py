@@ -2,7 +2,7 @@
 
 Megatron of today has no counterpart: it runs T5 on one stage. Until July 2024 it had a split rank q
 (`get_pipeline_model_parallel_split_rank` of `parallel_state`): stages before q have the encoder, q and
-those behind it the decoder.
+those after it the decoder.
 
     stage            0 .. q-1           q .. p-1
     stack            encoder            decoder

@@ -274,7 +274,7 @@ class T5Model(LanguageModule):
         """What the previous stage sent, a tensor or a list; None on the first.
 
         The encoder gets [s_enc, b, h]; the decoder's first stage the same, the encoder's output; those
-        behind it two tensors, their input [s_dec, b, h] and the encoder's output.
+        after it two tensors, their input [s_dec, b, h] and the encoder's output.
         """
         inputs = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         number = 2 if not self.add_encoder and not self.pre_process else 1

@@ -35,4 +35,4 @@ bert_layer_local_spec = ModuleSpec(
         ),
     ),
 )
-"""A pre-norm layer as GPT's, but attention sees the tokens behind a token too, and no padding."""
+"""A pre-norm layer as GPT's, but attention sees the tokens after a token too, and no padding."""

@@ -7,7 +7,7 @@ Counterpart: `megatron.core.models.bert.bert_model`. Source: Devlin et al. 2018
                          first chunk only          every chunk               last chunk only
                                                                     \\-> pooler -> binary head
 
-A token sees all tokens, before and behind it, but no padding. So every chunk needs the padding mask,
+A token sees all tokens, before and after it, but no padding. So every chunk needs the padding mask,
 and what else differs from GPT is at the two ends.
 """
 

@@ -134,7 +134,7 @@ class MoELayer(BaseMoELayer):
         output = self.combine(output)
         return self.postprocess(output, shared_expert_output), None
 
-    # -- The steps, in order; combined 1F1B calls them one by one --
+    # -- The parts of forward, in order; combined 1F1B calls them one by one --
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """What the shared expert makes of every token, [s, b, h]; None without one."""

@@ -1,16 +1,16 @@
-"""Tokens on their way to the ranks that hold their experts, and back, in six steps.
+"""Tokens on their way to the ranks that hold their experts, and back, in six methods.
 
 Counterpart: `megatron.core.transformer.moe.token_dispatcher`.
 
     dispatch_preprocess -> token_dispatch -> dispatch_postprocess -> the experts
         -> combine_preprocess -> token_combine -> combine_postprocess
 
-Ranks of the expert group exchange tokens in `token_dispatch` and `token_combine`, and in no other step.
-So a schedule may start such a step and compute something else until it ends. The steps beside them
+Ranks of the expert group exchange tokens in `token_dispatch` and `token_combine`, and in no other.
+So a schedule may start such a call and compute something else until it ends. The other methods
 communicate in two cases: `dispatch_preprocess` gathers how many tokens each expert gets, and ranks that
 share an expert (expert tensor parallelism) gather its tokens, and reduce-scatter its outputs.
 
-What a dispatcher remembers from step to step belongs to one forward: numbers and indices, no tensor
+What a dispatcher remembers from call to call belongs to one forward: numbers and indices, no tensor
 with a gradient. The next `dispatch_preprocess` replaces it. A backward must not ask for it.
 
 Sizes: T tokens of this rank, s/t * b; E experts, `local` of them here; e ranks of the expert group, etp
@@ -40,7 +40,7 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 class TokenExchange:
     """One all-to-all of tokens: over which group, how many rows to each rank, how many from each.
 
-    Megatron has no counterpart. A schedule that starts a step and waits for it later needs this:
+    Megatron has no counterpart. A schedule that starts one and waits for it later needs this:
 
         exchange = dispatcher.dispatch_exchange     # or combine_exchange; after dispatch_preprocess
         output, handle = exchange.start(tensor)     # no autograd; `tensor` must stay until the wait
@@ -75,7 +75,7 @@ class TokenExchange:
 
 
 class MoETokenDispatcher(ABC):
-    """The six steps.
+    """The six methods.
 
     Args:
         config: `num_moe_experts`, `moe_router_topk` and the capacity are read.

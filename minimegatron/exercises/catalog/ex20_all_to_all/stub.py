@@ -90,7 +90,7 @@ def combine(outputs: torch.Tensor, state: Any) -> torch.Tensor:
 
     They are multiplied by probs already. Returns for each token of this rank the sum, [T, h].
     """
-    raise NotImplementedError("Write combine: dispatch, step by step in reverse")
+    raise NotImplementedError("Write combine: dispatch, line by line in reverse")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The second part: which pairs of tokens a rank computes at a step.
+"""The second part: which pairs of tokens a rank computes in a round.
 
 Megatron has no counterpart.
 """
@@ -12,7 +12,7 @@ from minimegatron.exercises.check import Case, Result, Wrong
 
 
 def run_blocks(student: ModuleType, case: Case) -> list[list[Any]]:
-    """For every rank and step: numbers of queries, of keys, is_causal."""
+    """For every rank and round: numbers of queries, of keys, is_causal."""
     num_tokens, found = 2 * case.chunk, []
     for rank in range(case.cp):
         for step in range(case.cp):
@@ -52,7 +52,7 @@ def _judge_block(case: Case, rank: int, step: int, block: list[Any]) -> None:
     found, wanted = pairs_of(*block), _right_pairs(mine, theirs)
     if found == wanted:
         return
-    where = f"{c} ranks with {num_tokens} tokens each, step {step} on rank {rank}"
+    where = f"{c} ranks with {num_tokens} tokens each, round {step} on rank {rank}"
     whose = (
         "its own keys" if source == rank else f"the keys of rank {source}"
     ) + f", tokens {_words(theirs)}"
@@ -102,30 +102,30 @@ def _why(case: Case, rank: int, step: int, block: list[Any], found: set) -> str:
     mine, other = (positions(r, c, length).tolist() for r in (rank, (rank + step) % c))
     if found == _right_pairs(mine, other):
         return (
-            f"The block is that of rank {(rank + step) % c}'s keys. Keys go to the next rank, so at "
-            "each step they come from one rank further back."
+            f"The block is that of rank {(rank + step) % c}'s keys. Keys go to the next rank, so in "
+            "each round they come from one rank further back."
         )
     everything = list(range(num_tokens))
     half = num_tokens // 2
     if source == rank:
-        first = "" if block[2] else "is_causal is False, and at step 0 it must be True. "
+        first = "" if block[2] else "is_causal is False, and in round 0 it must be True. "
         return f"{first}Of its own keys a query sees those up to itself, in the order of this rank."
     if block[2]:
-        return "is_causal is for own keys only: another rank's chunk lies all before or all after."
+        return "is_causal is for own keys only: another rank's piece lies all before or all after."
     if source < rank and block[:2] == [everything, everything[half:]]:
-        return "That is the second half of the keys. Which chunk of the sequence is that?"
+        return "That is the second half of the keys. Which piece of the sequence is that?"
     if source > rank and block[:2] == [everything[:half], everything]:
-        return "That is the first half of the queries. Which chunk of the sequence is that?"
+        return "That is the first half of the queries. Which piece of the sequence is that?"
     if not found and source > rank:
         return (
             "With one piece of the sequence on each rank, keys of later ranks would all come later. "
-            "Here every rank has a chunk from the back, too."
+            "Here every rank has a piece from the back, too."
         )
     if block[:2] == [everything, everything]:
         return (
             "With one piece of the sequence on each rank, it would see all keys of earlier ranks. Here "
-            "every rank has a chunk from the back, too."
+            "every rank has a piece from the back, too."
         )
     return (
-        "Draw the chunks of both ranks, first half and second half, in the order of the sequence."
+        "Draw the pieces of both ranks, first half and second half, in the order of the sequence."
     )

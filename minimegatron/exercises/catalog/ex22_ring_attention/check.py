@@ -218,7 +218,7 @@ def _is_finite(found: torch.Tensor, rank: int) -> None:
     if not torch.isfinite(found).all():
         raise Wrong(
             f"rank {rank}: the output has values that are nan or inf\nAn exp of a large score, -inf "
-            "less -inf, or memory that was never written. Which step makes the first of them?"
+            "less -inf, or memory that was never written. Which round makes the first of them?"
         )
 
 

@@ -1,7 +1,7 @@
 """A ring of attention, solved.
 
 The forward keeps one number per query, its lse, and it is enough: from it any block's probabilities can
-be computed again, at any later step, on its own.
+be computed again, in any later round, on its own.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def merge(
 
 
 def block_of_step(step: int, rank: int, size: int, num_tokens: int) -> tuple[slice, slice, bool]:
-    """Which of its queries a rank lets see which of the keys that it has at a step."""
+    """Which of its queries a rank lets see which of the keys that it has in a round."""
     source, half = (rank - step) % size, num_tokens // 2
     everything = slice(0, num_tokens)
     if source == rank:
@@ -91,7 +91,7 @@ def ring_backward(
         of_query[:, rows] += of_scores @ k
         of_key[:, columns] += of_scores.transpose(1, 2) @ q
         of_value[:, columns] += probs.transpose(1, 2) @ grad
-        # Also after the last step: the keys that are here belong to the next rank.
+        # Also after the last round: the keys that are here belong to the next rank.
         of_key, of_value = ring.pass_on(of_key, of_value).wait()
         if not is_last:
             key, value = coming.wait()

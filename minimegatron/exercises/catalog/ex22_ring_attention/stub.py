@@ -8,7 +8,7 @@ those that it has, passes them on, attends to those that come, and puts the resu
     lse [a, n]      for each query, log of the sum of exp(score) over all keys that it has seen so far;
                     -inf if it has seen none
 
-The sequence is cut into 2c chunks. Rank r has chunk r and then chunk 2c - 1 - r, one from the front and
+The sequence is cut into 2c pieces. Rank r has piece r and then piece 2c - 1 - r, one from the front and
 one from the back: with c = 2 and s = 16, rank 0 has tokens 0-3 and 12-15, rank 1 has 4-7 and 8-11. A
 token sees itself and all tokens before it.
 
@@ -66,14 +66,14 @@ def merge(
 
 
 def block_of_step(step: int, rank: int, size: int, num_tokens: int) -> tuple[slice, slice, bool]:
-    """Which of its queries a rank lets see which of the keys that it has at a step.
+    """Which of its queries a rank lets see which of the keys that it has in a round.
 
-    At step i rank r has the keys of rank (r - i) mod c; at step 0 they are its own. All pairs of the
+    In round i rank r has the keys of rank (r - i) mod c; in round 0 they are its own. All pairs of the
     block are computed, so it holds those that a query sees, and no others. A mask is needed for a
     rank's own keys only.
 
     Args:
-        step: i, from 0 to size - 1.
+        step: the round i, from 0 to size - 1.
         rank, size: r and c.
         num_tokens: n, on every rank.
 
@@ -87,7 +87,7 @@ def ring_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries to all tokens before them, wherever these are.
 
-    While keys and values are on their way, a block is computed: each hop hides behind one. Blocks have
+    While keys and values are on their way, a block is computed: one block hides each hop. Blocks have
     the pairs of `block_of_step`, and no others. What was given stays as it is.
     Returns (output [a, n, d], lse [a, n]).
     """
@@ -106,8 +106,8 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's query, key and value; other ranks' queries have seen its keys, too.
 
-    Hops of keys and values hide behind blocks here, too; those of gradients need not. What was given
-    stays as it is.
+    Blocks hide the hops of keys and values here, too; they need not hide those of gradients. What
+    was given stays as it is.
 
     `output` and `lse` are what `ring_forward` returned on this rank. For a block of pairs, with S its
     scaled scores (-inf where a query may not look), dO the gradient of the output O, and i a query:

@@ -65,7 +65,7 @@ WRONG_WAYS = {
     Way(
         delta="own"
     ): "D was made of each block's own output. It belongs to the softmax over all keys: "
-    "take dO and the whole output, once, before the first step.",
+    "take dO and the whole output, once, before the first round.",
     Way(
         delta="all"
     ): "D was summed over all queries. Each query has a D of its own: sum over d only.",
@@ -85,7 +85,7 @@ WRONG_WAYS = {
     ): "In the block of its own keys, queries were given keys that come later than they do.",
     Way(
         has_own_keys=True
-    ): "At every step it was made of this rank's own keys and values. Those that "
+    ): "In every round it was made of this rank's own keys and values. Those that "
     "wait gives must take their place.",
 }
 
@@ -145,10 +145,10 @@ class RightRing:
             ),
             (own, "It has seen this rank's own keys only. Nothing of what came is in it."),
             (everything, "Every query has seen every key, also those that come later."),
-            (self._without([r]), "This rank's own keys are not in it. They are here at step 0."),
+            (self._without([r]), "This rank's own keys are not in it. They are here in round 0."),
             (
                 self._without([(r + 1) % c]),
-                f"The keys of rank {(r + 1) % c} of the ring are not in it: they come last, for step "
+                f"The keys of rank {(r + 1) % c} of the ring are not in it: they come last, for round "
                 f"{c - 1}.",
             ),
         ]
@@ -161,7 +161,7 @@ class RightRing:
         yield usual, USUAL_SCALE
         yield (
             self._with_own_keys(r),
-            "At every step it has looked at this rank's own keys and values. Those that wait gives "
+            "In every round it has looked at this rank's own keys and values. Those that wait gives "
             "must take their place.",
         )
         parts = [self.partial(r, j) for j in range(c)]
@@ -245,7 +245,7 @@ class RightRing:
             yield self._sum(which, [(r, r)]), words
             words = (
                 "It is what this rank's queries add to the keys of all ranks, put onto its own keys. "
-                "A gradient belongs to the keys that were there at that step, and travels with them."
+                "A gradient belongs to the keys that were there in that round, and travels with them."
             )
             yield self._sum(which, [(r, j) for j in range(self.size)]), words
 
@@ -261,7 +261,7 @@ class RightRing:
             words = (
                 f"It is complete, but it belongs to rank {home} of the ring, and this is rank {r}. "
                 f"Keys and values travel {c - 1} hops. Their gradients travel with them, and from the "
-                f"last step's rank they are still one hop from home: {c} in all."
+                f"last round's rank they are still one hop from home: {c} in all."
             )
             yield getattr(right[home], which), words
 

@@ -88,7 +88,7 @@ class Student:
         if has == "None":
             return (
                 "No layer of this stage looks at the encoder's output, so its own part is None. What "
-                "came from behind must go on all the same: stages in front of this one wait for it."
+                "came from the stage after must go on all the same: stages before this one wait for it."
             )
         if has in wanted:
             return (
@@ -127,7 +127,7 @@ class Student:
         if function != "backward_step":
             return ""
         if "NoneType" in text and self.kind.is_last and "subscriptable" in text:
-            return "Nobody stands behind the last stage: output_grads is None there."
+            return "Nobody stands after the last stage: output_grads is None there."
         if "NoneType" in text and "attribute" in text and not self.kind.input_words:
             return (
                 "The first stage reads data: its only input is None, and so is what it sends back."
@@ -135,7 +135,7 @@ class Student:
         if "NoneType" in text and not self.kind.looks:
             return (
                 "No layer of this stage looks at the encoder's output, so its `.grad` is None. What "
-                "came from behind must go on all the same."
+                "came from the stage after must go on all the same."
             )
         return _of_autograd(text)
 

@@ -167,7 +167,7 @@ def _number_words(kind: Kind, num: int) -> str:
     wanted = len(kind.output_words)
     words = f"{kind.name}: hand_over returned {num} tensor{'s' * (num != 1)}, not {wanted}"
     if kind.is_last:
-        return f"{words}\nNobody stands behind the last stage: the loss is all there is."
+        return f"{words}\nNobody stands after the last stage: the loss is all there is."
     if not kind.is_decoder:
         return (
             f"{words}\nThe encoder is still at work: what one of its stages makes is all that the next "
@@ -275,8 +275,9 @@ def _judge_kept(kind: Kind, i: int, seen: list[weakref.ref], sent: list) -> None
     if held() and gc.collect() >= 0 and held():
         raise Wrong(
             f"{kind.name}: after the backward of microbatch {i} somebody still holds "
-            f"{num_of(held(), 'tensor')} of its forward and of what came from behind\nA step has many "
-            "microbatches, and their memory must not add up. What in your file outlives a call?"
+            f"{num_of(held(), 'tensor')} of its forward and of what came from the next stage\n"
+            "A step has many microbatches, and their memory must not add up. What in your file "
+            "outlives a call?"
         )
 
 

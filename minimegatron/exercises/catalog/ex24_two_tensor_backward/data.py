@@ -112,7 +112,7 @@ def given_inputs(seed: int, kind: Kind, microbatch: int) -> list[torch.Tensor]:
 
 
 def given_grads(seed: int, kind: Kind, microbatch: int) -> list[torch.Tensor] | None:
-    """What comes from the stage behind; None on the last."""
+    """What comes from the stage after; None on the last."""
     if kind.is_last:
         return None
     return [

@@ -1,7 +1,7 @@
 """Two tensors between stages, solved.
 
 The encoder's output is one tensor, which comes in and goes out. It has two readers: this stage's cross
-attention, whose part of the gradient autograd leaves in `.grad`, and the stages behind, whose part has
+attention, whose term of the gradient autograd leaves in `.grad`, and the stages after, whose sum has
 arrived.
 """
 

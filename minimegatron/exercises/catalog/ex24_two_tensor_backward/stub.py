@@ -70,7 +70,7 @@ def backward_step(
 
     Args:
         inputs, outputs: those of this microbatch's forward; outputs were freed.
-        output_grads: from the stage behind, one for each tensor that was sent; None on the last stage.
+        output_grads: from the stage after, one for each tensor that was sent; None on the last stage.
     """
     raise NotImplementedError(
         "Write backward_step: the gradient of the encoder's output has two parts"

@@ -52,7 +52,7 @@ class RightStage:
         return Own(whole[: len(inputs)], dict(zip(WEIGHTS, whole[len(inputs) :], strict=True)))
 
     def behind(self, microbatch: int) -> torch.Tensor | None:
-        """The gradient of the encoder's output that came from behind."""
+        """The gradient of the encoder's output that came from the stage after."""
         grads = given_grads(self.case.seed, self.kind, microbatch)
         return grads[1] if grads is not None and len(grads) > 1 else None
 
@@ -88,21 +88,21 @@ class RightStage:
         if behind is None:
             yield (
                 torch.zeros_like(own),
-                "It is 0. Nobody stands behind the last stage, but its own cross attention has looked "
+                "It is 0. Nobody stands after the last stage, but its own cross attention has looked "
                 "at the encoder's output.",
             )
             return
         yield (
             own,
-            "It has only what this stage's own cross attention gives. The stages behind have looked at "
+            "It has only what this stage's own cross attention gives. The stages after have looked at "
             "the same tensor. What they give has arrived, as the second of output_grads: add it.",
         )
         yield (
             behind,
-            "It is only what came from behind. This stage's own cross attention has looked at the "
-            "tensor, too: autograd has left its part in the `.grad` of the input.",
+            "It is only what came from the stage after. This stage's own cross attention has looked at "
+            "the tensor, too: autograd has left its part in the `.grad` of the input.",
         )
-        yield own + 2 * behind, "What came from behind is in it twice."
+        yield own + 2 * behind, "What came from the stage after is in it twice."
         yield 2 * own + behind, "What this stage's own cross attention gives is in it twice."
         yield 2 * (own + behind), "It is there twice."
         yield (
@@ -113,7 +113,7 @@ class RightStage:
             if other != microbatch:
                 yield (
                     own + self.behind(other),
-                    f"What came from behind is that of microbatch {other}.",
+                    f"What came from the stage after is that of microbatch {other}.",
                 )
 
     def _known_hidden(self, microbatch: int, place: int) -> Known:
@@ -126,7 +126,7 @@ class RightStage:
         yield (
             own + grads[0],
             "The gradient of the output was added to it. Hidden states are not handed on: what came "
-            "from behind for the output has gone through the layers already.",
+            "from the stage after for the output has gone through the layers already.",
         )
         yield grads[0], "It is the gradient of the output. It must go through the layers first."
 

@@ -20,7 +20,7 @@ def relative_position_bucket(
     """The row of the table for each distance: int64 in, int64 out, of one shape.
 
     `relative_position` is the key's place minus the query's. With `bidirectional` half of the rows are
-    for keys behind the query; else all are for keys up to it, and a later one has row 0. Half of the
+    for keys after the query; else all are for keys up to it, and a later one has row 0. Half of the
     rows of a direction are for one distance each. The others share what is left, up to `max_distance`,
     on a logarithmic scale; the last has all that is farther.
 
@@ -44,7 +44,7 @@ class RelativePositionEmbedding(torch.nn.Module):
     """A table of a number for each bucket of distances and each head; a rank has a/t columns.
 
     Args:
-        bidirectional: keys may stand behind the query: the encoder's.
+        bidirectional: keys may stand after the query: the encoder's.
         init_method: draws the whole table.
         num_attention_heads: a.
         relative_attention_num_buckets, relative_attention_max_distance: see `relative_position_bucket`.
