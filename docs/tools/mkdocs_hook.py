@@ -27,12 +27,13 @@ ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 
 
 def on_config(config):
-    for place, folder in ((3, "notebooks"), (4, "exercises")):
+    (practise,) = (tab["Practise"] for tab in config["nav"] if "Practise" in tab)
+    for place, folder in enumerate(("notebooks", "exercises")):
         names = sorted(path.name for path in Path(config["docs_dir"], folder).glob("*.md"))
         if names:
             names.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
             pages = [f"{folder}/{name}" for name in names]
-            config["nav"].insert(place, {folder.capitalize(): pages})
+            practise.insert(place, {folder.capitalize(): pages})
     for tab in config["nav"]:
         if "Tour" in tab:
             tab["Tour"] = tour_nav()

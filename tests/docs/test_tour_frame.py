@@ -5,6 +5,7 @@ import re
 import tomllib
 from html import unescape
 from itertools import pairwise
+from math import ceil
 
 import pytest
 
@@ -23,6 +24,7 @@ repository = importlib.import_module("pages.repository")
 PAGES = tour.read_tour()
 CHAIN = tour.read_chain()
 CODE = re.compile(r"\{\{ code (.+?) \}\}")
+PAGE_TEXT = {page.page: page.text for page in PAGES}
 
 
 def links(html: str) -> list[str]:
@@ -61,23 +63,71 @@ def test_titles_have_no_numbers():
 
 
 def test_paths_fit_their_time(package):
-    hour, four, weekend = tour.read_routes()
-    minutes = [tour.minutes_of_route(route, package) for route in (hour, four, weekend)]
+    hour, day, weekend = tour.read_routes()
+    minutes = [tour.minutes_of_route(route, package) for route in (hour, day, weekend)]
     assert 45 <= minutes[0] <= hour.most_minutes == 60, tour.report(package)
-    assert 120 <= minutes[1] <= four.most_minutes == 240, tour.report(package)
+    assert 120 <= minutes[1] <= day.most_minutes == 360, tour.report(package)
     asides = sum(tour.minutes_of(page, package) for page in PAGES if page.aside)
     # Two pages along the sequence, two on other models, two on rewards, one each on a captured step
     # and on one that is run again; two of them have a player.
-    assert 0 < asides < 95
+    assert 0 < sum(quick_minutes(page, package) for page in PAGES if page.aside) < 95
+    assert sum(quick_minutes(page, package) for page in tour.pages_of(day)) <= 240
     assert minutes[2] == minutes[1] + asides + sum(link.minutes for link in spine.read_spine())
     assert tuple(tour.pages_of(weekend)) == PAGES
     pages = [page for page in PAGES if not page.aside]
-    assert tour.pages_of(four) == pages
+    assert tour.pages_of(day) == pages
     assert tour.pages_of(hour) == pages[: len(tour.pages_of(hour))]
     # What the hour is for: each of these links of the chain has its page in it.
     about = {page.link for page in tour.pages_of(hour)}
     chain = ["train_step", "forward_backward_func", "forward_step", "backward_step"]
     assert {*chain, "P2PCommunicator"} <= about
+
+
+def quick_minutes(page, package) -> int:
+    """Of a reader with 150 words a minute who opens no folded code."""
+    amount, speeds = tour.amount_of(page, package), tour.read_speeds()
+    found = [quotes.read_quote(package, code) for code in CODE.findall(page.text)]
+    shown = sum(q.num_full(p.numbers) for q in found for p in q.parts if not p.is_folded)
+    looked_at = amount.pictures * speeds.minutes_per_picture + amount.players * 3
+    return ceil(amount.words / 150 + shown / spine.lines_per_minute() + looked_at)
+
+
+def test_the_hour_is_counted_for_a_slow_reader_who_opens_all_code():
+    assert tour.read_speeds().words_per_minute == 100
+    assert spine.lines_per_minute() == 10
+
+
+def test_folded_lines_and_lines_in_a_fence_count_too(package, monkeypatch):
+    page = next(page for page in PAGES if page.page == "one-f-one-b")
+    before = tour.amount_of(page, package)
+    fence = "```python\na = 1\n\nb = 2\n```"
+    code = '{{ code minimegatron.training.training.train shows="train_step(" }}'
+    num_lines = quotes.read_quote(package, code[8:-3]).num_lines
+    monkeypatch.setattr(tour.Page, "text", property(lambda self: more))
+    more = f"{PAGE_TEXT[page.page]}\n\n{fence}\n\n{code}\n"
+    after = tour.amount_of.__wrapped__(page, package)
+    assert num_lines > 60
+    assert after == before._replace(code_lines=before.code_lines + 2 + num_lines)
+
+
+def test_the_shortened_pretrain_calls_what_pretrain_calls(package):
+    """train-step has `pretrain` and `train` in ten lines: the same calls, in the order of the code."""
+    (sketch,) = re.findall(r"```python\n(.+?)```", PAGE_TEXT["train-step"], re.DOTALL)
+    functions = re.split(r"\n\n", sketch.strip())
+    found = {}
+    for text in functions:
+        name, *calls = re.findall(r"(\w+)\(", text)
+        found[name] = calls
+        place = package.find(f"minimegatron.training.training.{name}")
+        lines = place.page.lines[place.definition.line : place.definition.end_line]
+        body = "\n".join(lines)
+        # What a rank's chunks share one call of: pretrain has a helper for it.
+        body = body.replace("_iterators_of_all_chunks(", "build_train_valid_test_data_iterators(")
+        places = [list(re.finditer(rf"\b{call}\(", body))[-1].start() for call in calls]
+        assert places == sorted(places), name
+    assert {"initialize_megatron", "train"} <= set(found["pretrain"])
+    assert found["train"] == ["get_forward_backward_func", "train_step"]
+    assert sum(bool(line.strip()) for line in sketch.splitlines()) <= 10
 
 
 def test_minutes_follow_from_what_there_is_to_read(package, monkeypatch):

@@ -49,6 +49,7 @@ from cases.page_counts import (  # noqa: F401  for pages
     num_asides,
     num_exam_pages,
     num_exam_questions,
+    num_hour_pages,
     num_tour_pages,
 )
 from cases.short_warmup import both_warmups, makespan

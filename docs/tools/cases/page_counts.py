@@ -4,12 +4,17 @@ import tomllib
 
 from minimegatron.core.optimizer import OptimizerConfig
 from source.places import DOCS
-from tour.tour import read_tour
+from tour.tour import pages_of, read_routes, read_tour
 
 
 def num_tour_pages() -> int:
     """Pages of the tour, its index not counted."""
     return len(read_tour())
+
+
+def num_hour_pages() -> int:
+    """Pages of the shortest path."""
+    return len(pages_of(read_routes()[0]))
 
 
 def num_asides() -> int:

@@ -33,6 +33,7 @@ from latex2mathml.converter import convert
 
 from cases import cases, chain_table, layers, problem_cases
 from cases.calculator import calculator_form
+from cases.run_drawing import run_drawing
 from cases.step_drawing import step_drawing
 from minimegatron.__main__ import main as command_line
 from pages.repository import clone_lines, repository_link, repository_url
@@ -324,7 +325,7 @@ class Macros:
 
 def names_of_cases() -> dict[str, object]:
     """What an expression on a page may name."""
-    own = {"step_drawing": step_drawing, "chain_table": chain_table}
+    own = {"step_drawing": step_drawing, "chain_table": chain_table, "run_drawing": run_drawing}
     return {**vars(layers), **vars(cases), **vars(problem_cases), **own}
 
 
