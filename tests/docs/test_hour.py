@@ -126,7 +126,7 @@ def test_the_first_player_starts_with_two_controls(browser, address):
         # Both work, and what they change is said.
         inputs.nth(1).focus()
         page.keyboard.press("End")
-        expect(player.locator(".mmp-figurebox")).to_contain_text(str(3 * (4 + 64 - 1)))
+        expect(player.locator(".mmp-figurebox")).to_contain_text(str(3 * (4 + 128 - 1)))
         player.locator(".mmp-rest > summary").focus()
         page.keyboard.press("Enter")
         assert inputs.count() > 12
