@@ -4,6 +4,7 @@ import tomllib
 
 from minimegatron.core.optimizer import OptimizerConfig
 from source.places import DOCS
+from tour.exam_page import NUM_DRAWN
 from tour.tour import read_tour
 
 
@@ -19,6 +20,11 @@ def num_asides() -> int:
 
 def num_exam_questions() -> int:
     return len(_exam_sections())
+
+
+def num_exam_drawn() -> int:
+    """Questions that a reader of the exam gets, of all that there are."""
+    return NUM_DRAWN
 
 
 def num_exam_pages() -> int:
