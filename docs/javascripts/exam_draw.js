@@ -20,13 +20,16 @@
 
   // `questions`: [{name, page}], in the order of the tour. Returns some of them, in this order.
   MM.drawExam = function drawExam(questions, seed, count) {
-    const numbers = new Map(questions.map((question) => [question, hash(`${seed} question ${question.name}`)]));
-    const firstOnPage = (question) => !questions.some((other) => other.page === question.page && numbers.get(other) < numbers.get(question));
-    const ofPage = (question) => hash(`${seed} page ${question.page}`);
-    const bySeed = (a, b) => ofPage(a) - ofPage(b) || numbers.get(a) - numbers.get(b);
-    const one = questions.filter(firstOnPage).sort(bySeed);
-    const others = questions.filter((question) => !firstOnPage(question)).sort(bySeed);
-    const drawn = new Set([...one, ...others].slice(0, count));
+    const numbered = questions.map((question) => ({
+      question,
+      page: hash(`${seed} page ${question.page}`),
+      own: hash(`${seed} question ${question.name}`),
+    }));
+    numbered.sort((a, b) => a.page - b.page || a.own - b.own);
+    const isFirst = ({ page }, place) => page !== numbered[place - 1]?.page;
+    const first = numbered.filter(isFirst);
+    const others = numbered.filter((...one) => !isFirst(...one));
+    const drawn = new Set([...first, ...others].slice(0, count).map(({ question }) => question));
     return questions.filter((question) => drawn.has(question));
   };
 

@@ -62,7 +62,7 @@ def test_e_the_exam_asks_about_each_page_that_it_says(questions, macros):
     pages = {question.page for question in questions}
     text = macros.expand((DOCS / "exam.md").read_text().replace("{{ exam }}", ""))
     assert f"# Exam: {DRAWN} of {len(questions)} questions" in text
-    assert f"{len(questions)} questions, on {len(pages)} of the {len(pages)} pages" in text
+    assert f"{len(questions)} questions, at least one on each of the {len(pages)} pages" in text
     assert DRAWN == 20 <= len(pages)
 
 
@@ -375,7 +375,7 @@ def test_a_reader_gets_a_draw_keeps_it_and_draws_others(browser, address, questi
 
         draw.get_by_role("button", name=f"Draw {DRAWN} others").press("Enter")
         others = asked(page, questions)
-        assert len(set(others) & set(drawn)) <= DRAWN / 5
+        assert sum(question in drawn for question in others) <= DRAWN / 5
         assert page.locator(".mm-exam-question:visible h2 > span").all_inner_texts() == [
             str(number) for number in range(1, DRAWN + 1)
         ]

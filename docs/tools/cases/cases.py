@@ -48,7 +48,6 @@ from cases.page_counts import (  # noqa: F401  for pages
     default_of,
     num_asides,
     num_exam_drawn,
-    num_exam_pages,
     num_exam_questions,
     num_tour_pages,
 )
