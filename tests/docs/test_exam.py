@@ -414,6 +414,7 @@ def test_the_exam_without_scripts_or_memory(browser, address, questions):
         expect(answers).to_have_count(len(questions))
         assert asked(watched.page, questions) == questions
         expect(watched.page.locator(".mm-exam-draw")).to_be_hidden()
+        expect(watched.page.get_by_text("Without scripts nothing is drawn")).to_be_visible()
         answers.first.locator("summary").click()
         expect(answers.first.locator(".mm-exam-why")).to_be_visible()
     with Watched(browser, (address,)) as watched:
