@@ -254,6 +254,7 @@
   addEventListener("hashchange", () => { if (!location.hash.includes("=")) readAddress(); });
   score.hidden = false;
   draw.hidden = false;
+  root.querySelector(".mm-exam-whole").hidden = true;
   // Only from now on: what was kept is not read out.
   for (const { verdict } of questions) verdict.setAttribute("role", "status");
   root.dataset.ready = "";

@@ -360,6 +360,7 @@ def test_a_reader_gets_a_draw_keeps_it_and_draws_others(browser, address, questi
     with Watched(browser, (address,), reduced_motion="reduce") as watched:
         page = watched.page
         page.goto(f"{address}exam.html")
+        expect(page.get_by_text("Without scripts")).to_be_hidden()
         draw = page.locator(".mm-exam-draw")
         expect(draw).to_contain_text(f"You have {DRAWN} of {len(questions)} questions.")
         drawn = asked(page, questions)

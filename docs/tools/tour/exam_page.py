@@ -147,7 +147,7 @@ def exam_html(expand: Expand, evaluate: Evaluate) -> str:
     return "".join(
         [
             f'<div class="mm-exam" id="mm-exam" data-drawn="{NUM_DRAWN}">',
-            f"<noscript><p>{words['exam.no_script']}</p></noscript>",
+            f'<p class="mm-exam-whole">{words["exam.no_script"]}</p>',
             f'<section class="mm-exam-draw" hidden aria-label="{words["exam.draw_head"]}"></section>',
             *parts,
             f'<section class="mm-exam-score" hidden><h2>{words["exam.score_head"]}</h2></section>',
