@@ -1,5 +1,6 @@
 "use strict";
-// The exam (docs/exam.md): checks an answer, says why it is wrong, counts, and keeps the answers in this browser.
+// The exam (docs/exam.md): shows a draw of the questions, or all; checks an answer, says why it is wrong, counts, and
+// keeps draw and answers in this browser. exam_draw.js says which questions a draw has. `#exam.draw=NAME` asks for one.
 // Questions, right answers and reasons stand in the page, in the folded answers that are there without a script.
 // An answer that was checked stays in the list of its question: the first one decides "at the first try".
 
@@ -9,6 +10,8 @@
   const { say } = globalThis.MM;
   const KEY = "mm-exam";
   const TOLERANCE = 0.005;
+  const ALL = "all";
+  const DRAWN = Number(root.dataset.drawn);
 
   const make = (tag, text = "", properties = {}) => Object.assign(document.createElement(tag), { textContent: text }, properties);
   const numberOf = (text) => {
@@ -20,7 +23,9 @@
   const isClose = (a, b) => Math.abs(a - b) <= TOLERANCE * Math.max(1, Math.abs(b));
 
   const questions = [...root.querySelectorAll("[data-question]")].map((element) => ({
+    element,
     name: element.dataset.question,
+    page: element.dataset.page,
     subject: element.querySelector("h2").textContent.replace(/^\d+\s*/, ""),
     answer: element.dataset.answer === undefined ? null : Number(element.dataset.answer),
     form: element.querySelector("form"),
@@ -62,14 +67,83 @@
     question.folded.hidden = false;
   }
 
+  // -- What is asked --
+
+  const seedOf = (text) => (/^[a-z0-9-]{1,24}$/i.test(text) ? text.toLowerCase() : null);
+  const checkSeed = (text) => { const seed = seedOf(text); if (seed) return seed; throw new Error(say("exam.seed")); };
+  const address = new globalThis.MM.Address("exam", { draw: checkSeed }, false);
+  // Five letters and digits, so never "all".
+  const newSeed = () => Math.floor(36 ** 4 * (1 + 35 * Math.random())).toString(36);
+
+  let seed = newSeed();
+  let isAll = false;
+  let asked = questions;
+
+  const draw = root.querySelector(".mm-exam-draw");
+  const drawWords = draw.appendChild(make("p"));
+  drawWords.setAttribute("role", "status");
+  const others = othersButton(draw);
+  const change = draw.appendChild(make("button", "", { type: "button" }));
+  const forClass = draw.appendChild(make("p", `${say("exam.class")} `));
+  const drawLink = forClass.appendChild(make("a", say("exam.link")));
+
+  function show() {
+    asked = isAll ? questions : globalThis.MM.drawExam(questions, seed, DRAWN);
+    for (const question of questions) question.element.hidden = !asked.includes(question);
+    asked.forEach(({ element }, place) => { element.querySelector("h2 > span").textContent = place + 1; });
+    const numbers = { some: Math.min(DRAWN, questions.length), count: questions.length, seed };
+    drawWords.textContent = say(isAll ? "exam.drawn_all" : "exam.drawn", numbers);
+    change.textContent = say(isAll ? "exam.mine" : "exam.all", numbers);
+    drawLink.href = `#exam.draw=${isAll ? ALL : seed}`;
+    count();
+  }
+
+  function ask(name) {
+    isAll = name === ALL;
+    if (!isAll) seed = name;
+    save();
+    show();
+  }
+
+  function othersButton(parent) {
+    const button = parent.appendChild(make("button", say("exam.others", { some: DRAWN }), { type: "button" }));
+    button.addEventListener("click", () => {
+      const seen = new Set([...(isAll ? [] : asked), ...questions.filter(({ tried }) => tried.length)].map(({ name }) => name));
+      ask(globalThis.MM.seedOfOthers(questions, seen, DRAWN, Array.from({ length: 100 }, newSeed)));
+      others.focus();
+      draw.scrollIntoView({ block: "center" });
+    });
+    return button;
+  }
+
+  change.addEventListener("click", () => {
+    isAll = !isAll;
+    save();
+    show();
+  });
+
+  // What the address asks for: a draw, or one question, which is then shown among all if it is not in this draw.
+  function readAddress() {
+    const { values, faults } = address.read();
+    if (values.draw) ask(values.draw);
+    drawWords.append(...faults.map((fault) => ` ${fault}`));
+    const named = questions.find(({ name }) => location.hash === `#${name}`);
+    if (!named) return;
+    if (!asked.includes(named)) {
+      isAll = true;
+      show();
+    }
+    named.element.querySelector("h2").scrollIntoView();
+  }
+
   // -- Kept in this browser, where that is allowed --
 
   function save() {
-    const kept = Object.fromEntries(questions.filter(({ tried }) => tried.length).map(({ name, tried }) => [name, tried]));
+    const answers = Object.fromEntries(questions.filter(({ tried }) => tried.length).map(({ name, tried }) => [name, tried]));
     try {
-      localStorage.setItem(KEY, JSON.stringify(kept));
+      localStorage.setItem(KEY, JSON.stringify({ draw: seed, all: isAll, answers }));
     } catch {
-      // Then the answers last as long as the page.
+      // Then draw and answers last as long as the page.
     }
   }
 
@@ -80,8 +154,10 @@
     } catch {
       // Not allowed, or not ours.
     }
+    seed = (typeof kept?.draw === "string" && seedOf(kept.draw)) || seed;
+    isAll = kept?.all === true;
     for (const question of questions) {
-      const values = Array.isArray(kept?.[question.name]) ? kept[question.name] : [];
+      const values = Array.isArray(kept?.answers?.[question.name]) ? kept.answers[question.name] : [];
       question.tried = values.filter((value) => typeof value === "string" && isAnswer(question, value));
       if (!question.tried.length) continue;
       const value = question.tried.at(-1);
@@ -89,12 +165,14 @@
       else typed(question).value = value;
       judge(question);
     }
+    save();
   }
 
   // -- The score --
 
   const score = root.querySelector(".mm-exam-score");
   const figures = score.appendChild(make("div"));
+  othersButton(score);
   const again = score.appendChild(make("button", say("exam.again"), { type: "button" }));
   const note = score.appendChild(make("p"));
   note.setAttribute("role", "status");
@@ -104,14 +182,14 @@
   }
 
   function count() {
-    const done = questions.filter(({ tried }) => tried.length);
+    const done = asked.filter(({ tried }) => tried.length);
     const right = done.filter((question) => isRight(question, question.tried.at(-1)));
     const first = done.filter((question) => isRight(question, question.tried[0]));
-    const open = questions.find(({ tried }) => !tried.length);
+    const open = asked.find(({ tried }) => !tried.length);
     const total = make("p", "", { className: "mm-exam-total" });
-    total.append(make("strong", say("exam.score", { right: right.length, count: questions.length })));
+    total.append(make("strong", say("exam.score", { right: right.length, count: asked.length })));
     total.append(` ${say("exam.first", { n: first.length })}`);
-    figures.replaceChildren(total, make("p", say("exam.done", { n: done.length, count: questions.length })));
+    figures.replaceChildren(total, make("p", say("exam.done", { n: done.length, count: asked.length })));
     if (open) figures.append(link(open, say("exam.next", { subject: open.subject })));
     const wrong = done.filter((question) => !right.includes(question));
     if (!wrong.length) return;
@@ -170,8 +248,13 @@
     });
   }
   restore();
-  count();
+  show();
+  readAddress();
+  address.listen(readAddress);
+  addEventListener("hashchange", () => { if (!location.hash.includes("=")) readAddress(); });
   score.hidden = false;
+  draw.hidden = false;
+  root.querySelector(".mm-exam-whole").hidden = true;
   // Only from now on: what was kept is not read out.
   for (const { verdict } of questions) verdict.setAttribute("role", "status");
   root.dataset.ready = "";

@@ -47,7 +47,7 @@ from cases.memory_cases import (  # noqa: F401  for pages
 from cases.page_counts import (  # noqa: F401  for pages
     default_of,
     num_asides,
-    num_exam_pages,
+    num_exam_drawn,
     num_exam_questions,
     num_hour_pages,
     num_tour_pages,

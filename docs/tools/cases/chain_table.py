@@ -3,6 +3,7 @@
 Called by: the page that ends the way through a step. Calls: the recording of 1F1B, line by line.
 """
 
+import re
 from collections import Counter
 from html import escape
 
@@ -50,7 +51,8 @@ def chain_table() -> str:
 
 
 def _name(name: str) -> str:
-    return f"<code>{escape(name)}</code>"
+    # A long name may break after an underscore or a dot.
+    return f"<code>{re.sub(r'(?<=[a-z][._])(?=[a-z])', '<wbr>', escape(name))}</code>"
 
 
 def num_microbatches() -> int:

@@ -6,6 +6,7 @@ graphs that stand for CUDA's on a CPU; the checks of its flags.
 
 import contextlib
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -69,7 +70,7 @@ class OneWeight:
 
 def numbers() -> Iterator[dict[str, torch.Tensor]]:
     """1, 2, 3, ... as microbatches."""
-    for number in range(1, NUM_MICROBATCHES * CALLS + 1):
+    for number in itertools.count(1):
         yield {"x": torch.tensor([float(number)])}
 
 
@@ -83,14 +84,16 @@ def _own_graphs() -> Iterator[None]:
         destroy_full_cuda_graphs()
 
 
-def calls(is_captured: bool = True) -> list[Call]:
-    """Five steps of training, with the wrapper or without it."""
+def calls(
+    is_captured: bool = True, num_warmups: int = WARMUP, num_calls: int = CALLS
+) -> list[Call]:
+    """Some steps of training, with the wrapper or without it."""
     model, source, found = OneWeight(), numbers(), []
     graphs = _Noting()
     with _own_graphs():
-        wrapped = FullCudaGraphWrapper(model.schedule, WARMUP, graph_maker=graphs)
+        wrapped = FullCudaGraphWrapper(model.schedule, num_warmups, graph_maker=graphs)
         run = wrapped if is_captured else model.schedule
-        for number in range(CALLS):
+        for number in range(num_calls):
             model.main_grad.zero_()
             graphs.events.clear()
             given = {"num_microbatches": NUM_MICROBATCHES, "seq_length": 1}

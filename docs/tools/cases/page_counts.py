@@ -3,7 +3,7 @@
 import tomllib
 
 from minimegatron.core.optimizer import OptimizerConfig
-from source.places import DOCS
+from tour.exam_page import NUM_DRAWN, QUESTIONS
 from tour.tour import pages_of, read_routes, read_tour
 
 
@@ -23,17 +23,12 @@ def num_asides() -> int:
 
 
 def num_exam_questions() -> int:
-    return len(_exam_sections())
+    return len(tomllib.loads(QUESTIONS.read_text())["question"])
 
 
-def num_exam_pages() -> int:
-    """Pages of the tour that the exam asks about."""
-    return len({section.partition("#")[0] for section in _exam_sections()})
-
-
-def _exam_sections() -> list[str]:
-    text = (DOCS / "exam.toml").read_text()
-    return [question["section"] for question in tomllib.loads(text)["question"]]
+def num_exam_drawn() -> int:
+    """Questions that a reader of the exam gets, of all that there are."""
+    return NUM_DRAWN
 
 
 def default_of(field: str) -> str:

@@ -27,6 +27,7 @@ from cases.cases import (
     stage_config,
     step,
 )
+from cases.exam_cases import *  # noqa: F403  for pages
 from cases.short_warmup import both_warmups
 from cases.tensor_cases import *  # noqa: F403  for pages
 from minimegatron.core.distributed.buffer_layout import lay_out_buffer

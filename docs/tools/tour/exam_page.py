@@ -1,7 +1,8 @@
 """The exam: questions of docs/exam.toml as a form, with the answers that the package gives.
 
-Called by: `macros`, tests/docs. Calls: `strings`. Without a script the page is questions with folded
-answers; docs/javascripts/exam.js checks and counts. It reads all that it needs from the page.
+Called by: `macros`, `page_counts`, tests/docs. Calls: `strings`, `tour`. Without a script the page is
+all questions with folded answers. docs/javascripts/exam.js shows a reader some of them, checks and
+counts; exam_draw.js says which. They read all that they need from the page.
 """
 
 import random
@@ -14,10 +15,14 @@ from typing import Any, NamedTuple
 from markdown import markdown
 
 from player.strings import read_strings
-from source.places import ROOT
+from source.places import DOCS
+from tour.tour import Page, read_tour
 
-DOCS = ROOT / "docs"
 QUESTIONS = DOCS / "exam.toml"
+NUM_DRAWN = 20
+"""Questions that a reader gets, of all that there are."""
+TOLERANCE = 0.005
+"""How far a typed number may be from the answer, as in exam.js: of a number above 1 a share."""
 
 Evaluate = Callable[[str], Any]
 Expand = Callable[[str], str]
@@ -45,21 +50,34 @@ class Question(NamedTuple):
     answer: float | None
     choices: list[Choice]
 
+    @property
+    def page(self) -> str:
+        """The page of the tour that it asks, without the heading."""
+        return self.section.partition("#")[0]
+
+    @property
+    def address(self) -> str:
+        """Of the section, seen from the exam."""
+        page, mark, anchor = self.section.partition("#")
+        return f"tour/{page}.html{mark}{anchor}"
+
 
 def read_questions(evaluate: Evaluate) -> list[Question]:
-    """All questions, in order; options shuffled, in each build alike.
+    """All questions, in the order of the tour; options shuffled, in each build alike.
 
     Raises ValueError where the package gives another answer than docs/exam.toml says, where a known
     wrong number is right, and where the tour has no such section.
     """
-    return [
-        _question(entry, evaluate) for entry in tomllib.loads(QUESTIONS.read_text())["question"]
-    ]
+    entries = tomllib.loads(QUESTIONS.read_text())["question"]
+    questions = [_question(entry, evaluate) for entry in entries]
+    return sorted(questions, key=lambda question: _page(question.page).number)
 
 
 def _question(entry: dict[str, Any], evaluate: Evaluate) -> Question:
     name = entry["id"]
     _check_section(name, entry["section"])
+    if "holds" in entry and evaluate(entry["holds"]) is not True:
+        raise ValueError(f"exam.toml: {name}: {entry['holds']} does not hold")
     answer = None
     if "answer" in entry:
         answer = float(evaluate(entry["answer"]))
@@ -67,11 +85,9 @@ def _question(entry: dict[str, Any], evaluate: Evaluate) -> Question:
             Choice(f"{float(evaluate(wrong['value'])):.4g}", wrong["why"])
             for wrong in entry.get("wrong", [])
         ]
-        if same := [choice.text for choice in choices if float(choice.text) == answer]:
+        if same := [choice.text for choice in choices if is_close(float(choice.text), answer)]:
             raise ValueError(f"exam.toml: {name}: {same[0]} is called wrong, but is the answer")
     else:
-        if evaluate(entry["holds"]) is not True:
-            raise ValueError(f"exam.toml: {name}: {entry['holds']} does not hold")
         choices = [
             Choice(option["text"], option.get("why", ""), option.get("right", False))
             for option in entry["option"]
@@ -84,12 +100,27 @@ def _question(entry: dict[str, Any], evaluate: Evaluate) -> Question:
     )
 
 
+def is_close(typed: float, answer: float) -> bool:
+    """Whether the typed number counts as the answer; exam.js says the same.
+
+    >>> is_close(0.333, 1 / 3), is_close(0.32, 1 / 3), is_close(301, 300), is_close(302, 300)
+    (True, False, True, False)
+    """
+    return abs(typed - answer) <= TOLERANCE * max(1.0, abs(answer))
+
+
 def _check_section(name: str, section: str) -> None:
-    stem, _, anchor = section.partition("#")
-    path = DOCS / "tour" / f"{stem}.md"
-    heads = re.findall(r"^##+ (.+)$", path.read_text(), re.MULTILINE) if path.exists() else []
-    if anchor not in map(slug, heads):
-        raise ValueError(f"exam.toml: {name}: the tour has no {section}; it has {heads}")
+    stem, mark, anchor = section.partition("#")
+    pages = {page.page: page for page in read_tour()}
+    heads = re.findall(r"^##+ (.+)$", pages[stem].text, re.MULTILINE) if stem in pages else []
+    if stem not in pages or (mark and anchor not in map(slug, heads)):
+        raise ValueError(
+            f"exam.toml: {name}: the tour has no {section}; it has {heads or [*pages]}"
+        )
+
+
+def _page(stem: str) -> Page:
+    return next(page for page in read_tour() if page.page == stem)
 
 
 def slug(heading: str) -> str:
@@ -105,7 +136,7 @@ def slug(heading: str) -> str:
 
 
 def exam_html(expand: Expand, evaluate: Evaluate) -> str:
-    """The questions, each a form, and the place of the score."""
+    """What is shown of them, the questions, each a form, and the place of the score."""
     words = read_strings()
     questions = read_questions(evaluate)
     parts = [
@@ -115,10 +146,13 @@ def exam_html(expand: Expand, evaluate: Evaluate) -> str:
     ]
     return "".join(
         [
-            '<div class="mm-exam" id="mm-exam">',
+            f'<div class="mm-exam" id="mm-exam" data-drawn="{NUM_DRAWN}">',
+            f'<p class="mm-exam-whole">{words["exam.no_script"]}</p>',
+            f'<section class="mm-exam-draw" hidden aria-label="{words["exam.draw_head"]}"></section>',
             *parts,
             f'<section class="mm-exam-score" hidden><h2>{words["exam.score_head"]}</h2></section>',
-            '</div><script src="javascripts/exam.js" defer></script>',
+            '</div><script src="javascripts/exam_draw.js" defer></script>'
+            '<script src="javascripts/exam.js" defer></script>',
         ]
     )
 
@@ -131,8 +165,11 @@ def _question_html(
 
     answer = "" if question.answer is None else f' data-answer="{question.answer:.6g}"'
     yield (
-        f'<section class="mm-exam-question" data-question="{question.id}"{answer}>'
+        f'<section class="mm-exam-question" data-question="{question.id}" '
+        f'data-page="{question.page}"{answer}>'
         f'<h2 id="{question.id}"><span>{number}</span> {escape(question.subject)}</h2>'
+        f'<p class="mm-exam-page">{words["exam.page"]} '
+        f'<a href="tour/{question.page}.html">{_title(question.page)}</a></p>'
         f"<form><fieldset><legend>{inline(question.text)}</legend>"
     )
     if question.answer is not None:
@@ -160,16 +197,13 @@ def _question_html(
             continue
         shown = escape(choice.text) if question.answer is not None else inline(choice.text)
         yield f'<li data-value="{value}">{shown}: <span>{inline(choice.why)}</span></li>'
-    stem, _, anchor = question.section.partition("#")
-    title = _title(stem)
     yield (
         f'</ul><p class="mm-exam-section">{words["exam.says"]} '
-        f'<a href="tour/{stem}.html#{anchor}">{title}</a></p></details></section>'
+        f'<a href="{question.address}">{_title(question.page)}</a></p></details></section>'
     )
 
 
 def _title(stem: str) -> str:
-    text = (DOCS / "tour" / f"{stem}.md").read_text()
     # Without the page's number: Markdown would begin a list.
-    title = markdown(re.search(r"^# (?:[\d.]+ )?(.+)$", text, re.MULTILINE)[1])
+    title = markdown(re.sub(r"^[\d.]+ ", "", _page(stem).title))
     return title.removeprefix("<p>").removesuffix("</p>")
