@@ -263,6 +263,7 @@ PACE = {"forward-compute": 20, "backward-compute": 40}  # ms, as in the run
 WITHIN, ACROSS = "pauses between two actions of a stage", "pauses from a stage to another: messages"
 
 
+# %%
 def overruns(path):
     """Of each action of a chain, and of each pause between two: (kind, name, ms more than on paper)."""
     found = []

@@ -248,6 +248,7 @@ with torch.no_grad():
     ]
 print("reported with MTP:", reported, " without:", alone)
 compare(reported_loss_changes=reported != alone)
+assert reported == alone
 
 # %% [markdown]
 # The forward is the identity, so the reported loss is the same to the last bit. The gradient is not:
@@ -404,9 +405,10 @@ def sent_by(ranks, rank):
     return {tuple(event.attributes["shape"]) for event in events if event.name == "forward-send"}
 
 
-for rank in range(2):
-    shapes = sent_by(three, rank)
-    print(f"rank {rank} sends to rank {rank + 1}: {shapes}, [length, micro-batch, hidden]")
+(before_mtp,), (after_mtp,) = (sent_by(three, rank) for rank in range(2))
+print(f"rank 0 sends to rank 1: {before_mtp}, [length, micro-batch, hidden]")
+print(f"rank 1 sends to rank 2: {after_mtp}")
+assert after_mtp[0] == 2 * before_mtp[0]
 
 # %% [markdown]
 # The same as a picture, made from what each rank holds and from what it sent:
