@@ -3,7 +3,8 @@
 Megatron has no counterpart.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -18,12 +19,14 @@ from minimegatron.notebook.drawing.palette import (
 )
 from minimegatron.planner.svg_shapes import text_colour
 
-WIDTH, GAP = 2.8, 0.95
+WIDTH, GAP = 2.35, 0.85
 """Of a stage's box, and of the room for the messages between two, in inches."""
-PART, READ, TOP, BETWEEN = 0.34, 0.19, 0.3, 0.36
-"""Heights in inches: of a part, of a line of what is read, of a model's name, between two models."""
+LINE, MESSAGE, TOP, BETWEEN = 0.2, 0.36, 0.3, 0.36
+"""Heights in inches: of a line of words, of a message, of a model's name, between two models."""
 EDGE = 0.06
-"""Around everything."""
+"""Around everything, and around the words of a part."""
+LETTERS = 32
+"""That fit into a line of a part."""
 
 
 class StageOfModel(NamedTuple):
@@ -59,12 +62,22 @@ def draw_models(models: Mapping[str, Sequence[StageOfModel]]) -> None:
 
 def _body(stages: Sequence[StageOfModel]) -> float:
     """The height of a model's boxes: they are equally high, and messages fit between them."""
-    parts = max(len(stage.held) for stage in stages)
-    return 0.3 + PART * max(parts, *(len(stage.sends) + 1 for stage in stages))
+    parts = max(sum(_part_height(*part) + EDGE for part in stage.held) for stage in stages)
+    messages = max(MESSAGE * len(stage.sends) for stage in stages)
+    return TOP + max(parts, messages + EDGE)
 
 
 def _height(stages: Sequence[StageOfModel]) -> float:
-    return TOP + _body(stages) + READ * max(len(stage.reads) for stage in stages)
+    return TOP + _body(stages) + LINE * max(len(stage.reads) for stage in stages)
+
+
+def _lines(name: str, inside: Sequence[str]) -> list[str]:
+    """The words of a part."""
+    return textwrap.wrap(f"{name}: {', '.join(inside)}" if inside else name, LETTERS)
+
+
+def _part_height(name: str, inside: Sequence[str]) -> float:
+    return LINE * len(_lines(name, inside)) + EDGE
 
 
 def _colours(models: Mapping[str, Sequence[StageOfModel]]) -> dict[tuple[str, ...], str]:
@@ -84,32 +97,29 @@ def _draw_stage(
     panel: Any, stage: StageOfModel, number: int, top: float, body: float, colours: Mapping
 ) -> None:
     left = number * (WIDTH + GAP)
-    box = {"fc": LIGHT_GREY, "ec": LINE_GREY}
-    panel.add_patch(plt.Rectangle((left, top), WIDTH, body, **box))
-    panel.text(left + 0.1, top + 0.2, f"stage {number}", fontsize=9)
-    y = top + 0.27
-    for words, colour in _parts(stage, colours):
-        strip = plt.Rectangle((left + 0.08, y), WIDTH - 0.16, PART - 0.05, fc=colour)
-        panel.add_patch(strip)
-        middle = {"ha": "center", "va": "center", "fontsize": 8, "color": text_colour(colour)}
-        panel.text(left + WIDTH / 2, y + (PART - 0.05) / 2, words, **middle)
-        y += PART
-    if stage.reads:
-        panel.text(left + 0.08, top + body + READ * 0.85, "reads", fontsize=8)
-    for line, name in enumerate(stage.reads):
-        panel.text(left + 0.5, top + body + READ * (line + 0.85), name, fontsize=8)
-    for line, words in enumerate(stage.sends):
-        y = top + 0.35 + PART * (line + 0.5)
-        ends = (left + WIDTH + 0.04, y), (left + WIDTH + GAP - 0.04, y)
-        arrow = FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=11, color=BLUE, lw=1.6)
-        panel.add_patch(arrow)
-        panel.text(left + WIDTH + GAP / 2, y - 0.06, words, ha="center", fontsize=8.5)
-
-
-def _parts(stage: StageOfModel, colours: Mapping) -> Iterator[tuple[str, str]]:
-    """(words, colour) of each part."""
+    panel.add_patch(plt.Rectangle((left, top), WIDTH, body, fc=LIGHT_GREY, ec=LINE_GREY))
+    panel.text(left + 0.08, top + 0.2, f"stage {number}", fontsize=9)
+    y = top + TOP - EDGE / 2
     for name, inside in stage.held:
-        if inside:
-            yield f"{name}: {', '.join(inside)}", colours[tuple(inside)]
-        else:
-            yield name, GREEN if name == "embedding" else LINE_GREY
+        height = _part_height(name, inside)
+        kind = GREEN if name == "embedding" else LINE_GREY
+        colour = colours[tuple(inside)] if inside else kind
+        panel.add_patch(plt.Rectangle((left + EDGE, y), WIDTH - 2 * EDGE, height, fc=colour))
+        look = {"ha": "center", "va": "center", "fontsize": 9, "color": text_colour(colour)}
+        panel.text(left + WIDTH / 2, y + height / 2, "\n".join(_lines(name, inside)), **look)
+        y += height + EDGE
+    if stage.reads:
+        panel.text(left, top + body + LINE * 0.85, "reads", fontsize=9)
+    for line, name in enumerate(stage.reads):
+        panel.text(left + 0.48, top + body + LINE * (line + 0.85), name, fontsize=9)
+    for line, words in enumerate(stage.sends):
+        _draw_message(panel, left + WIDTH, top + TOP + MESSAGE * (line + 0.5), words)
+
+
+def _draw_message(panel: Any, left: float, y: float, words: str) -> None:
+    ends = (left + 0.03, y), (left + GAP - 0.03, y)
+    arrow = FancyArrowPatch(
+        *ends, arrowstyle="-|>", mutation_scale=11, color=BLUE, lw=1.6, shrinkA=0, shrinkB=0
+    )
+    panel.add_patch(arrow)
+    panel.text(left + GAP / 2, y - 0.06, words, ha="center", fontsize=9)
