@@ -25,6 +25,7 @@
 # %matplotlib inline
 import time
 from fractions import Fraction
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -46,6 +47,8 @@ STAGES, MICROBATCHES = 4, 8
 # 2. Which stage is idle longest?
 # 3. Stage 0 is never short of input. Does it wait at all, and if so, for what?
 # 4. Suppose that stage 2 is twice as slow in its forwards as the others. Which stage is idle least?
+# 5. One forward of stage 2 takes 10 ms longer than planned, and the whole step takes 10 ms longer for
+#    it. By how many ms does the idle time of stage 0 grow? And that of stage 2?
 
 # %%
 # Write your answers in place of None. Running this cell locks them in.
@@ -54,6 +57,8 @@ predict(
     idle_longest=None,  # a stage, or "all alike"
     stage_0_waits_for=None,  # a stage, or "nobody"
     idle_least_if_2_is_slow=None,  # a stage
+    stage_0_idle_longer=None,  # in ms
+    stage_2_idle_longer=None,  # in ms
 )
 
 # %% [markdown]
@@ -86,7 +91,8 @@ recorded.plot(plan=True)
 
 # %% [markdown]
 # A row per stage: blue is forward, orange is backward, numbers are microbatches. Hatched: nothing was
-# computed. The thin strips are the plan. (On a busy machine the run is ragged where the plan is not.)
+# computed. The thin strips are the plan. The line above the picture has two figures for the bubble:
+# that of the run, and that of the formula. Further down we take the difference apart.
 #
 # Was it really the plan's order? Every action of every stage, messages too, is compared:
 
@@ -219,31 +225,124 @@ def chain(place):
     """From the beginning of the step up to `place`, each action the cause of the next."""
     causes = []
     while place is not None:
-        causes.append(name(place))
+        causes.append(place)
         place = waited_for(place)
     return causes[::-1]
 
 
 first_backward = next((0, i) for i in step.work(0) if step.events[0][i].name == "backward-compute")
-print(*chain(first_backward), sep="\n")
+round_trip = [name(place) for place in chain(first_backward)]
+print(*round_trip, sep="\n")
 
 # %%
-path = chain(first_backward)
-assert path[0] == "F0 of stage 0" and path[-1] == "B0 of stage 0"
+assert round_trip[0] == "F0 of stage 0" and round_trip[-1] == "B0 of stage 0"
 # On a machine that is busy with other work, an action that overran its pace may be in the chain too.
-assert step.num_late or path == [
+assert step.num_late or round_trip == [
     *(f"F0 of stage {stage}" for stage in range(STAGES)),
     *(f"B0 of stage {stage}" for stage in reversed(range(STAGES))),
 ]
 last = max((0, index) for index in step.work(0))
 path = chain(last)
-assert path[0] == "F0 of stage 0" and path[-1] == f"B{MICROBATCHES - 1} of stage 0"
+assert name(path[0]) == "F0 of stage 0" and name(last) == f"B{MICROBATCHES - 1} of stage 0"
 print(f"the chain that makes the step as long as it is has {len(path)} of its {4 * 2 * 8} actions")
 
 # %% [markdown]
 # Nobody is to blame. Microbatch 0 has to go all the way to the loss and back before stage 0 can do
 # its first backward, and stage 0 may not hold more than p microbatches. The gap in the middle is that
 # round trip.
+#
+# ## Why the run's bubble is not the formula's
+#
+# The formula knows the plan alone: forwards of 20 ms, backwards of 40 ms, and no time between two
+# actions. The run took longer. Where? The last chain goes from the beginning of the step to its end.
+# At each moment either an action of the chain runs, or a pause between two of its actions passes. So
+# the step's length is a sum: what each action of the chain took, and each pause.
+
+# %%
+PACE = {"forward-compute": 20, "backward-compute": 40}  # ms, as in the run
+WITHIN, ACROSS = "pauses between two actions of a stage", "pauses from a stage to another: messages"
+
+
+# %%
+def overruns(path):
+    """Of each action of a chain, and of each pause between two: (kind, name, ms more than on paper)."""
+    found = []
+    for place in path:
+        event = step.event(place)
+        kind, pace_ms = WORDS[event.name], PACE[event.name]
+        more = (event.end - event.start) / 1e3 - pace_ms
+        found.append((f"{kind}: more than {pace_ms} ms each", name(place), more))
+    for before, place in pairwise(path):
+        pause = (step.event(place).start - step.event(before).end) / 1e3
+        kind = WITHIN if before[0] == place[0] else ACROSS
+        found.append((kind, f"{name(before)} -> {name(place)}", pause))
+    return found
+
+
+# %%
+on_paper_ms = 20 * planned.makespan
+of_this_chain = sum(PACE[step.event(place).name] for place in path)
+parts = {"this chain on paper, less the longest": of_this_chain - on_paper_ms}
+for kind, _, more in overruns(path):
+    parts[kind] = parts.get(kind, 0) + more
+print(f"{on_paper_ms:8.1f} ms  the step on paper")
+for kind, more in parts.items():
+    print(f"{more:+8.1f} ms  {kind}")
+print(f"{step.makespan / 1e3:8.1f} ms  the step as it ran")
+assert abs(on_paper_ms + sum(parts.values()) - step.makespan / 1e3) < 0.001
+
+# %% [markdown]
+# The lines in between add up to the difference; each has the actions and pauses of the chain alone.
+# (The run's chain need not be the longest chain of the plan. If it is shorter on paper, one line is
+# below 0.) Which single overruns are the longest?
+
+# %%
+for _, what, more in sorted(overruns(path), key=lambda one: -one[2])[:5]:
+    print(f"{more:+6.1f} ms  {what}")
+
+# %% [markdown]
+# Now from the step's length to the idle time. The idle time of a stage is the length of the step minus
+# the stage's work. So two things change it: how much longer the step took, and how much longer the
+# stage's own work took.
+
+
+# %%
+def own_overrun(stage, kind):
+    """What all forwards, or all backwards, of a stage took beyond their pace, together. In ms."""
+    events = [step.events[stage][index] for index in step.work(stage)]
+    return sum((e.end - e.start) / 1e3 - PACE[kind] for e in events if e.name == kind)
+
+
+# %%
+idle_on_paper = on_paper_ms - MICROBATCHES * sum(PACE.values())
+longer = step.makespan / 1e3 - on_paper_ms
+print("ms         idle on paper  + step longer  - own F longer  - own B longer  = idle")
+for stage in range(STAGES):
+    own = [own_overrun(stage, kind) for kind in PACE]
+    measured = (step.makespan - step.busy(stage)) / 1e3
+    print(f"stage {stage}", *(f"{ms:15.1f}" for ms in (idle_on_paper, longer, *own)), end=" ")
+    print(f"{measured:7.1f}")
+    assert abs(idle_on_paper + longer - sum(own) - measured) < 0.001
+
+# %%
+idle_ms = STAGES * step.makespan / 1e3 - sum(step.busy(stage) for stage in range(STAGES)) / 1e3
+print(f"on paper: {STAGES * idle_on_paper} of {STAGES} x {on_paper_ms} ms = {float(share):.1%}")
+print(f"measured: {idle_ms:.1f} of {STAGES} x {step.makespan / 1e3:.1f} ms", end=" = ")
+print(f"{step.bubble_over_total:.1%}")
+question_5 = {"step": 10, "stage 0": 0, "stage 2": 10}  # what each took longer, in ms
+compare(
+    stage_0_idle_longer=question_5["step"] - question_5["stage 0"],
+    stage_2_idle_longer=question_5["step"] - question_5["stage 2"],
+)
+
+# %% [markdown]
+# An overrun on the chain makes the step longer, so the other stages are idle for longer. The stage that
+# overran was busy in that time: its own idle time does not grow. An overrun that is not on the chain is
+# no part of the step's length: it fills time in which its stage would have waited.
+#
+# On paper all pauses are 0. In the run a message is sent and received, and each program has work of its
+# own between two actions. Where a machine has fewer cores than ranks, a pause also contains the wait
+# for a core. `pace` pads actions; it pads no pauses.
 #
 # ## And if somebody *is* to blame?
 #

@@ -23,6 +23,7 @@
 # and then at what differs: the batch, the loss, and the messages.
 
 # %%
+# %matplotlib inline
 import contextlib
 import importlib
 import io
@@ -44,6 +45,7 @@ from minimegatron.core.ssm.ops.ssd_combined import (
 )
 from minimegatron.exercises.bench.replacing import installed
 from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import StageOfModel, draw_models
 from minimegatron.training.global_vars import destroy_global_vars
 
 # %% [markdown]
@@ -91,11 +93,12 @@ OWN = {
 }
 
 # %% [markdown]
-# Three things are noted on every rank while a program runs, without changing it:
+# Four things are noted on every rank while a program runs, without changing it:
 #
 # * the tracer's events, as in notebook 06;
 # * the *calls*: whenever the model's forward begins, which functions of the package are active, the
 #   outermost first; and what the model is given;
+# * what the model has on this rank;
 # * what the loss function returns.
 
 # %%
@@ -105,16 +108,29 @@ WRAPPERS = ("core/tracing.py", "core/left_out.py")  # they only pass a call on
 
 
 # %%
+def held_by(model):
+    """The parts of a model on this rank: (name, what one layer has; its norms are left out)."""
+    held = []
+    for name, part in model.named_children():
+        for layer in getattr(part, "layers", []):
+            inside = [one for one, _ in layer.named_children() if not one.endswith("norm")]
+            held.append((name, inside))
+        if not hasattr(part, "layers"):
+            held.append((name, []))
+    return held
+
+
+# %%
 class Notes:
     """What is seen of a program on one rank."""
 
     def __init__(self):
-        self.calls, self.given, self.loss = [], {}, None
+        self.calls, self.given, self.held, self.loss = [], {}, [], None
 
     def model_forward(self, forward, model, *args, **kwargs):
         """In the place of the model's forward."""
         if not self.calls:
-            self.calls = calls_from_train_step()
+            self.calls, self.held = calls_from_train_step(), held_by(model)
             given = signature(forward).bind(model, *args, **kwargs).arguments
             self.given = {n: list(x.shape) for n, x in given.items() if torch.is_tensor(x)}
         return forward(model, *args, **kwargs)
@@ -163,6 +179,7 @@ def run_program(program, flags):
     return {
         "calls": notes.calls,
         "given": notes.given,
+        "held": notes.held,
         "loss": notes.loss,
         "trace": recorded if dist.get_rank() == 0 else None,
     }
@@ -321,7 +338,30 @@ compare(tensors_to_the_third_stage=len(messages(three)[1]))
 # Two tensors: the decoder's own hidden states, and the encoder's output, handed on as it came. This is
 # the one place where a schedule has to know more than `[s, b, h]`. The model says so: the method
 # `message_shapes` lists what comes in and goes out, `extra_outputs` what is handed on. On the way back
-# the encoder's output has two gradients, of this stage and of the stage behind; they are added.
+# the encoder's output has two gradients, of this stage and of the stage after it; they are added.
+#
+# ## The four models
+#
+# All four in one picture: what each stage holds, what it reads from the batch, and what it sends
+# forwards for one microbatch. All of it was noted in the runs. T5 is shown on three stages, the
+# others on two.
+
+# %%
+shown = found | {"T5": three}
+pictures = {}
+for model, ranks in shown.items():
+    sent = [[str(shape) for shape in shapes] for shapes in messages(ranks)] + [[]]
+    pictures[model] = [
+        StageOfModel(rank["held"], list(rank["given"]), sends)
+        for rank, sends in zip(ranks, sent, strict=True)
+    ]
+draw_models(pictures)
+
+# %% [markdown]
+# The boxes differ, the arrows are alike: each is one tensor of [s, b, h]. T5 has two where both sides
+# belong to the decoder. Now look at the colours. Layers of one colour have the same inside: those of
+# GPT, of BERT and of T5's encoder. T5's decoder has `cross_attention` too, and a Mamba layer has a
+# `mixer` in place of attention and MLP. Mamba's pattern `M*` makes the attention a layer by itself.
 #
 # ## A stage that is no transformer
 #

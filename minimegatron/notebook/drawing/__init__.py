@@ -4,10 +4,12 @@
 
 Each function draws and shows one figure. `ranks`: what ranks are and exchange; `runs`: what a run
 did; `hiding`: all-to-alls beside the computation; `sizes`: numbers side by side; `token_ways`: who
-chose whom, and how even the load is; `shared_sequence`: pairs of tokens over ranks.
+chose whom, and how even the load is; `shared_sequence`: pairs of tokens over ranks; `model_stages`:
+models over the stages of a pipeline.
 """
 
 from minimegatron.notebook.drawing.hiding import draw_hiding, draw_lanes
+from minimegatron.notebook.drawing.model_stages import StageOfModel, draw_models
 from minimegatron.notebook.drawing.ranks import (
     draw_groups,
     draw_matrices,
@@ -38,6 +40,7 @@ from minimegatron.notebook.drawing.token_ways import (
 )
 
 __all__ = [
+    "StageOfModel",
     "draw_balance",
     "draw_buffer",
     "draw_calls",
@@ -50,6 +53,7 @@ __all__ = [
     "draw_lanes",
     "draw_lengths",
     "draw_matrices",
+    "draw_models",
     "draw_pairs",
     "draw_programs",
     "draw_routing",

@@ -12,15 +12,16 @@
 # ---
 
 # %% [markdown]
-# # 15 Two tokens, and a ring of attention
+# # 19 A ring of attention
 #
-# **The question.** Two questions about a sequence. A model predicts the next token at each
-# position: can the same step also train it on the token after the next, and what does that change
-# in the gradients? And if a sequence is too long for one rank: how do ranks that share it compute
-# attention, the one place where tokens look at one another?
+# **The question.** A sequence is too long for one rank. How do ranks that share it compute attention,
+# the one place where tokens look at one another?
 #
-# Both parts are by hand first, and then on ranks. Everything is in float64, so that "the same" can
-# be checked. The two parts do not need each other.
+# A linear layer, a norm or an MLP looks at one token at a time. So c ranks can each take a part of a
+# sequence, and compute these as before. In attention each token looks at all tokens before it, on
+# whichever rank they are. Sharing sequences in this way is called context parallelism.
+#
+# First by hand, then on ranks. Everything is in float64, so that "the same" can be checked.
 
 # %%
 # %matplotlib inline
@@ -29,14 +30,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from IPython.display import SVG
 
 from minimegatron import launch, trace
 from minimegatron.core.transformer import context_parallel
-from minimegatron.core.transformer.module_state import named_global_parameters
 from minimegatron.core.transformer.zigzag import positions_of_rank
-from minimegatron.core.utils import unwrap_model
 from minimegatron.notebook import compare, predict
 from minimegatron.notebook.drawing import draw_pairs
 from minimegatron.planner.context_costs import context_parallel_bytes
@@ -51,366 +49,7 @@ torch.set_default_dtype(torch.float64)
 M = 2  # microbatches in a step
 
 # %% [markdown]
-# ## Part 1: two tokens
-#
-# Beside the loss of the next token there is a second loss, of the token after the next, with a
-# small factor f = 0.1. The second loss comes from one layer more, behind the model's own. This is
-# called multi-token prediction (MTP).
-#
-# ### Predict
-#
-# 1. A row has 8 labels, and its mask is 0 1 1 1 0 1 1 1: at 6 positions the label counts. For the
-#    second loss, each position takes label and mask of the next position. At how many positions does
-#    the label count now?
-# 2. The step reports the loss of the next token. With MTP, for the same weights and data, is the
-#    reported number another one?
-# 3. A step has M = 2 microbatches. The schedule divides each microbatch's loss by 2, but it sees the
-#    first loss only. If nobody divides the second one, how many times too large is its gradient?
-# 4. Three stages: the first has the embedding and one layer, the second one layer and the MTP
-#    layer, the third the loss. Input embedding and output layer share one weight. Which stages hold
-#    a copy of this weight?
-
-# %%
-# Write your answers in place of None. Running this cell locks them in.
-predict(
-    count_for_second_loss=None,
-    reported_loss_changes=None,  # True or False
-    times_too_large=None,
-    stages_with_embedding=None,  # such as [0, 2]
-)
-
-# %% [markdown]
-# ### Labels and mask, rolled
-#
-# Position i has seen tokens 0 to i. Its label is token i + 1. For the second loss it must predict
-# token i + 2, which is the label of position i + 1. So all labels move one place to the left, and a
-# 0 comes in at the end. The mask moves with them: it says whether a *label* counts.
-
-
-# %%
-def roll(row):
-    """One place to the left; the last becomes 0."""
-    return torch.cat([row[..., 1:], torch.zeros_like(row[..., :1])], dim=-1)
-
-
-# %%
-text = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5])
-tokens, labels = text[:-1], text[1:]
-mask = torch.tensor([0.0, 1, 1, 1, 0, 1, 1, 1])
-rows = {"position": torch.arange(8), "token": tokens, "label": labels, "mask": mask}
-rows |= {"label of the second loss": roll(labels), "its mask": roll(mask)}
-for name, row in rows.items():
-    print(f"{name:25}", *row.int().tolist())
-
-# %%
-n0, n1 = int(mask.sum()), int(roll(mask).sum())
-print("labels that count:", n0, "and", n1)
-compare(count_for_second_loss=n1)
-
-# %% [markdown]
-# The 0 at the front went out, and a 0 came in at the end. Often n₁ is one less than n₀, but here it
-# is not: so both are counted. The last position has no label now. The 0 that came in would be a
-# valid label, and only the mask keeps it out.
-#
-# ### A model by hand
-#
-# A stand-in for a transformer: each position mixes itself with what is before it. The second loss
-# comes from `h1`, and `h1` comes from two things: what position i knows (`h0`), and the embedding of
-# token i + 1. That does not give the answer away: token i + 2 is what must be predicted.
-
-# %%
-V, H = 10, 6
-torch.manual_seed(5)
-EMBED, DECODER, JOIN, LAYER = (
-    (0.5 * torch.randn(shape)).requires_grad_() for shape in [(V, H), (H, H), (2 * H, H), (H, H)]
-)
-WEIGHTS = {"embedding": EMBED, "decoder": DECODER, "joining": JOIN, "MTP layer": LAYER}
-
-
-# %%
-def norm(x):
-    return F.layer_norm(x, x.shape[-1:])
-
-
-def layer(x, weight):
-    """Stands for a transformer layer: position i sees the positions 0 to i."""
-    seen = x.cumsum(dim=0) / torch.arange(1, len(x) + 1).unsqueeze(1)
-    return x + torch.tanh(seen @ weight)
-
-
-# %%
-def hidden_states(tokens):
-    """What the next token, and the one after it, are predicted from; [s, h] each."""
-    h0 = norm(layer(EMBED[tokens], DECODER))
-    ahead = EMBED[roll(tokens)]
-    joined = torch.cat([norm(ahead), norm(h0)], dim=-1) @ JOIN
-    return h0, norm(layer(joined, LAYER))
-
-
-def loss_of(hidden, labels):
-    """Of each position, [s]. The output layer is the embedding, for both losses."""
-    return F.cross_entropy(hidden @ EMBED.T, labels, reduction="none")
-
-
-# %% [markdown]
-# ### The two losses of a step
-#
-# Two microbatches, of one row each; more labels count in the first. There are two ways to weigh
-# tokens. Without the flag `calculate_per_token_loss` every *microbatch* weighs the same: each loss is
-# a mean, and the step has the mean of the means. With the flag every *token* weighs the same: there
-# are sums, and all is divided once by N, the tokens of the whole step.
-
-# %%
-other = torch.tensor([2, 7, 1, 8, 2, 8, 1, 8, 2])
-other_mask = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0])
-BATCHES = [(tokens, labels, mask), (other[:-1], other[1:], other_mask)]
-N = sum(mask.sum() for _, _, mask in BATCHES)
-FACTOR, DEPTHS = 0.1, 1  # mtp_loss_scaling_factor, mtp_num_layers
-
-
-# %%
-def weights_of_tokens(mask, per_token, N):
-    """What one token of this microbatch weighs in the step, for the first and second loss."""
-    n0, n1 = mask.sum(), roll(mask).sum().clamp(min=1)
-    f = FACTOR / DEPTHS
-    return (1 / N, f * n0 / n1 / N) if per_token else (1 / n0 / M, f / n1 / M)
-
-
-# %%
-print("flag    microbatch   n0  n1   weight of a token: first loss, second loss")
-for per_token in (False, True):
-    for number, (_, _, own_mask) in enumerate(BATCHES):
-        first, second = weights_of_tokens(own_mask, per_token, N)
-        counts = f"{int(own_mask.sum()):2} {int(roll(own_mask).sum()):3}"
-        print(f"{per_token!s:8}{number:10} {counts:>8} {first:30.4f} {second:11.5f}")
-
-# %% [markdown]
-# With the flag, the second loss is multiplied by n₀/n₁. Then the n₁ tokens together weigh f times as
-# much as the n₀ tokens of the first loss, in each microbatch. (The `clamp` is for a microbatch with
-# nothing left to predict: 0/0 would be NaN.)
-#
-# The step as one sum, and its gradients:
-
-
-# %%
-def sum_of_step(per_token):
-    total = 0
-    for tokens, labels, mask in BATCHES:
-        h0, h1 = hidden_states(tokens)
-        first, second = weights_of_tokens(mask, per_token, N)
-        total = total + first * (mask * loss_of(h0, labels)).sum()
-        total = total + second * (roll(mask) * loss_of(h1, roll(labels))).sum()
-    return total
-
-
-# %%
-wanted = {flag: torch.autograd.grad(sum_of_step(flag), WEIGHTS.values()) for flag in (False, True)}
-
-# %% [markdown]
-# ### The autoscaler
-#
-# A schedule does not work with such a sum. It gets one loss from the model, the first, scales it and
-# calls backward. The second loss must come along without being part of it. The trick: an operation
-# that gives back its first input unchanged. In backward it hands the gradient on, and it gives the
-# *losses* a gradient too, as if they had been added to the total.
-
-
-# %%
-class Attach(torch.autograd.Function):
-    """`hidden`, unchanged. In backward each of `losses` gets the gradient `scale`."""
-
-    scale = 1.0
-
-    @staticmethod
-    def forward(ctx, hidden, losses):
-        ctx.save_for_backward(losses)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (losses,) = ctx.saved_tensors
-        return grad, Attach.scale * torch.ones_like(losses)
-
-
-# %%
-def step_with_autoscaler(per_token, scale):
-    """One backward per microbatch. Returns the reported losses and the gradients."""
-    Attach.scale = scale
-    for weight in WEIGHTS.values():
-        weight.grad = None
-    reported = []
-    for tokens, labels, mask in BATCHES:
-        h0, h1 = hidden_states(tokens)
-        n0, n1 = mask.sum(), roll(mask).sum().clamp(min=1)
-        second = FACTOR / DEPTHS * roll(mask) * loss_of(h1, roll(labels))
-        h0 = Attach.apply(h0, second * (n0 if per_token else 1) / n1)
-        total = (mask * loss_of(h0, labels)).sum()  # the first loss alone
-        (total if per_token else total / n0 / M).backward()
-        reported.append((total / n0).item())
-    return reported, [weight.grad / (N if per_token else 1) for weight in WEIGHTS.values()]
-
-
-# %%
-for per_token, scale in ((False, 1 / M), (True, 1.0)):
-    reported, found = step_with_autoscaler(per_token, scale)
-    for gradient, of_sum in zip(found, wanted[per_token], strict=True):
-        torch.testing.assert_close(gradient, of_sum, rtol=1e-12, atol=1e-12)
-print("autoscaler and sum: the same gradients, with the flag and without")
-
-# %%
-with torch.no_grad():
-    alone = [
-        ((mask * loss_of(hidden_states(tokens)[0], labels)).sum() / mask.sum()).item()
-        for tokens, labels, mask in BATCHES
-    ]
-print("reported with MTP:", reported, " without:", alone)
-compare(reported_loss_changes=reported != alone)
-
-# %% [markdown]
-# The forward is the identity, so the reported loss is the same to the last bit. The gradient is not:
-# the embedding and the decoder now hear from the second loss too.
-#
-# The scale is 1/M without the flag, because the schedule divides the first loss by M. It is 1 with
-# the flag, where both are divided by N at the end. In the package the function is called
-# `MTPLossAutoScaler`, and the schedule sets its scale after each forward. What if nobody does?
-
-# %%
-_, unscaled = step_with_autoscaler(per_token=False, scale=1.0)
-_, without = step_with_autoscaler(per_token=False, scale=0.0)
-for name, much, none, right in zip(WEIGHTS, unscaled, without, wanted[False], strict=True):
-    part, right_part = much - none, right - none  # what the second loss adds
-    ratio = part.norm() / right_part.norm()
-    print(f"{name:10} second loss adds {right_part.norm():.4f}, unscaled {part.norm():.4f}")
-compare(times_too_large=round(ratio.item(), 6))
-
-# %% [markdown]
-# This is easy to overlook: training still works, with another factor f, which changes when the
-# number of microbatches changes.
-#
-# ### The real model
-#
-# A GPT of two layers with an MTP layer behind them, on one rank. What does the MTP layer add to the
-# parameters, and does the package weigh the losses as we did?
-#
-# `explicit_sum` takes the model apart: the decoder, the block of MTP layers, and the output layer,
-# which is the embedding. The block returns h₀ and h₁ as one tensor, one behind the other.
-
-# %%
-MTP = {
-    "num_layers": 2,
-    "mtp_num_layers": DEPTHS,
-    "mtp_loss_scaling_factor": FACTOR,
-    "params_dtype": torch.float64,
-    "position_embedding_type": "none",
-}
-
-
-# %%
-def explicit_sum(gpt, per_token):
-    """The step's sum, from the parts of the model on this rank."""
-    model = unwrap_model(gpt.chunks[0])
-    data, total = gpt.microbatches(M), 0
-    N = sum(batch["mask"].sum() for batch in data)
-    for batch in data:
-        labels, mask = batch["labels"], batch["mask"]
-        weights = weights_of_tokens(mask, per_token, N)
-        h0 = model.decoder(model.embedding(batch["tokens"], None), None)
-        hidden = model.mtp(batch["tokens"], None, h0, None, embedding=model.embedding)
-        for h, weight in zip(hidden.chunk(2), weights, strict=True):
-            logits = h @ model.embedding.word_embeddings.weight.T
-            losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
-            total = total + weight * (mask * losses).sum()
-            labels, mask = roll(labels), roll(mask)
-    return total
-
-
-# %%
-def real_step(per_token):
-    gpt = TinyGPT(calculate_per_token_loss=per_token, **MTP)
-    gpt.step(M)
-    gradients = gpt.gradients()
-    names, params = zip(*named_global_parameters(unwrap_model(gpt.chunks[0])), strict=True)
-    wanted = torch.autograd.grad(explicit_sum(gpt, per_token), params)
-    on_cpu = [gradient.cpu() for gradient in wanted]  # as `gradients` are
-    return {"gradients": gradients, "of the sum": dict(zip(names, on_cpu, strict=True))}
-
-
-# %%
-def with_and_without_flag():
-    return {per_token: real_step(per_token) for per_token in (False, True)}
-
-
-# %%
-(alone,) = launch(with_and_without_flag, 1)
-for per_token, found in alone.items():
-    torch.testing.assert_close(found["gradients"], found["of the sum"], rtol=1e-10, atol=1e-10)
-    print(f"flag {per_token}: {len(found['gradients'])} gradients are those of the explicit sum")
-for name, gradient in alone[False]["gradients"].items():
-    if name.startswith("mtp") and "transformer_layer" not in name:
-        print(f"{name:35} {list(gradient.shape)}")
-
-# %% [markdown]
-# `enorm` and `hnorm` are the two norms, `eh_proj` is what we called joining; then come a whole
-# transformer layer, which is not listed here, and a final norm.
-#
-# ### On stages
-#
-# A layout says which stage has what: E embedding, t transformer layer, m MTP layer, L loss; a bar
-# ends a stage. The model on two stages, and on three, with the MTP layer on a stage of its own:
-
-
-# %%
-def step_on_stages(layout):
-    stages = layout.count("|") + 1
-    gpt = TinyGPT(pp=stages, pipeline_model_parallel_layout=layout, **MTP)
-    gpt.step(M)
-    gradients = gpt.gradients()
-    with trace() as recorded:
-        gpt.step(M)
-    params = [pair for chunk in gpt.chunks for pair in unwrap_model(chunk).named_parameters()]
-    return {
-        "gradients": gradients,
-        "copy": [name for name, param in params if getattr(param, "shared_embedding", False)],
-        "trace": recorded if dist.get_rank() == 0 else None,
-    }
-
-
-# %%
-two, three = (launch(step_on_stages, p, way) for p, way in ((2, "Et|tmL"), (3, "Et|tm|L")))
-for ranks in (two, three):
-    for rank, found in enumerate(ranks):
-        print(f"{len(ranks)} stages, rank {rank}: {len(found['gradients']):2} gradients,", end=" ")
-        print("copy of the embedding:", *found["copy"])
-        for name, gradient in found["gradients"].items():
-            wanted = alone[False]["gradients"][name]
-            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
-compare(stages_with_embedding=[rank for rank, found in enumerate(three) if found["copy"]])
-
-# %% [markdown]
-# All three. The first stage embeds the tokens; the MTP layer embeds the tokens that come next; the
-# last stage needs the weight for both losses. On two stages the copy of stage 1 serves the MTP layer
-# and the output layer.
-#
-# Each copy gets another part of the gradient. After the last microbatch the parts are summed over the
-# stages that hold a copy, so that all copies stay the same. A stage that is left out of this sum goes
-# its own way, and nothing crashes.
-#
-# And what do stages send? The MTP layer hands on h₁ *and* h₀, for the first loss needs h₀:
-
-# %%
-for rank in range(2):
-    events = three[0]["trace"].rank(rank).events
-    shapes = {tuple(event.attributes["shape"]) for event in events if event.name == "forward-send"}
-    print(f"rank {rank} sends to rank {rank + 1}: {shapes}, [length, micro-batch, hidden]")
-
-# %% [markdown]
-# ## Part 2: a ring of attention
-#
-# A linear layer, a norm or an MLP looks at one token at a time. So c ranks can each take a part of a
-# sequence, and compute these as before. In attention each token looks at all tokens before it, on
-# whichever rank they are. Sharing sequences in this way is called context parallelism.
-#
-# ### Predict
+# ## Predict
 #
 # 1. 32 tokens on 4 ranks, rank 0 has the first 8, rank 3 the last 8. A token looks at itself and at
 #    all before it; each such pair costs work. How many times as much work does rank 3 have as rank 0?
@@ -435,7 +74,7 @@ predict(
 )
 
 # %% [markdown]
-# ### Who has which tokens
+# ## Who has which tokens
 
 # %%
 S, C, WIDTH = 32, 4, 8  # tokens, ranks, width of a head
@@ -443,9 +82,9 @@ CONTIGUOUS = list(torch.arange(S).chunk(C))
 
 
 def zigzag(rank):
-    """Of 2c chunks, one from the front and one from the back."""
-    chunks = torch.arange(S).chunk(2 * C)
-    return torch.cat([chunks[rank], chunks[2 * C - 1 - rank]])
+    """Of 2c pieces, one from the front and one from the back."""
+    pieces = torch.arange(S).chunk(2 * C)
+    return torch.cat([pieces[rank], pieces[2 * C - 1 - rank]])
 
 
 ZIGZAG = [zigzag(rank) for rank in range(C)]
@@ -487,7 +126,7 @@ for rank, own in enumerate(ZIGZAG):
     print(f"rank {rank}: {own.tolist()}")
 
 # %% [markdown]
-# ### A softmax in two parts
+# ## A softmax in two parts
 #
 # A rank gets the keys and values in blocks. It must not wait until all are there, or it would hold
 # the whole sequence. But a softmax needs its denominator, the sum over *all* keys. The way out: of
@@ -528,15 +167,15 @@ print("weights of the two blocks:", [round(share, 3) for share in shares])
 # A weight is the block's share of the whole denominator. Only differences of logarithms are
 # exponentiated, so nothing overflows. Blocks may come in any order, and any number of them.
 #
-# ### The ring, played by one process
+# ## The ring, played by one process
 #
-# Four ranks, each with its zig-zag part of Q, K and V. At step i rank r has the keys and values of
+# Four ranks, each with its zig-zag part of Q, K and V. In turn i rank r has the keys and values of
 # rank j = (r − i) mod c: what came from its neighbour r − 1. There are three cases:
 #
 # * j = r, at the beginning: its own tokens, causal.
 # * j < r: the *first* half of j's keys stands before both halves of r's queries, the second half
-#   behind both. So all queries look at the first half of the keys, without a mask.
-# * j > r: the second half of r's queries stands behind all of j's keys, the first half before all.
+#   after both. So all queries look at the first half of the keys, without a mask.
+# * j > r: the second half of r's queries stands after all of j's keys, the first half before all.
 #   So the second half of the queries looks at all keys, without a mask.
 #
 # In each case it is half of the block, or a little more at the beginning.
@@ -601,20 +240,20 @@ compare(sends_in_forward=len(hops))
 
 # %%
 ranks = rank_of_tokens(ZIGZAG)
-step = (ranks.unsqueeze(1) - ranks) % C  # at which step a pair's key is with the pair's query
-step_map = torch.where(CAUSAL, step, -1)
+turn = (ranks.unsqueeze(1) - ranks) % C  # in which turn a pair's key is with the pair's query
+turn_map = torch.where(CAUSAL, turn, -1)
 for rank in range(C):
     print(
-        f"rank {rank}: pairs in step", [int((step_map[ranks == rank] == i).sum()) for i in range(C)]
+        f"rank {rank}: pairs in turn", [int((turn_map[ranks == rank] == i).sum()) for i in range(C)]
     )
-draw_pairs({"rank of the pair": maps["zig-zag"], "step": step_map}, "rank / step")
+draw_pairs({"rank of the pair": maps["zig-zag"], "turn": turn_map}, "rank / turn")
 
 # %% [markdown]
-# At step 0 each rank is with its own keys: the triangles at the diagonal, and the square where its
-# second chunk looks at its first. These are a few pairs more than in later steps, and as many on
-# every rank. There are c − 1 hops: after step c − 1 nobody needs the keys any more.
+# In turn 0 each rank is with its own keys: the triangles at the diagonal, and the square where its
+# second piece looks at its first. These are a few pairs more than in later turns, and equally many on
+# every rank. There are c − 1 hops: after turn c − 1 nobody needs the keys any more.
 #
-# ### The way back
+# ## The way back
 #
 # Backward computes the softmax again, block by block. It needs no denominators of blocks for that:
 # the probabilities are exp(S − lse) with the *merged* lse, which the rank has kept. And each row needs
@@ -655,7 +294,7 @@ def ring_backward(parts, found, grads):
             dv[keys] += added[2]
         if i < C - 1:
             pairs = hop(pairs, "k, v")
-        sums = hop(sums, "dk, dv")  # after the last step too: they go home
+        sums = hop(sums, "dk, dv")  # after the last turn too: they go home
     return [(dq, *home) for dq, home in zip(dqs, sums, strict=True)]
 
 
@@ -675,11 +314,11 @@ print("hops of backward:", *backward_hops, sep="\n  ")
 compare(sends_of_gradients=backward_hops.count("dk, dv"))
 
 # %% [markdown]
-# Keys and values make c − 1 hops, as in forward. Their gradients make one more: after step c − 1 they
+# Keys and values make c − 1 hops, as in forward. Their gradients make one more: after turn c − 1 they
 # are with the neighbour, and the last hop brings them home. With c = 2 a rank's next is also its
 # previous, so a hop in the wrong direction is not noticed there: test a ring with four.
 #
-# ### On ranks
+# ## On ranks
 #
 # A GPT on one rank, and on two and four that share its sequences. Each rank gets the whole batch and
 # takes its part of it, labels and mask too. The mask leaves out the last tokens of some rows: all of
@@ -746,7 +385,7 @@ for c, ranks in sharing.items():
 # part of their gradients that comes from its tokens. So gradients are summed over the ranks that
 # share sequences as they are over data-parallel copies.
 #
-# ### What is sent
+# ## What is sent
 #
 # One layer, one microbatch. The ring is called `p2p` here, as in Megatron. `all_gather` gives every
 # rank all keys and values at once; that is shorter to write, and a rank holds all of them for a
@@ -812,7 +451,7 @@ compare(fewer_bytes="ring" if sent[2, "p2p"][0] < sent[2, "a2a"][0] else "all-to
 # each rank sends only what the others need: with four ranks and no groups it sends half as much as
 # the ring.
 #
-# ### What a hop hides behind
+# ## What a hop hides behind
 #
 # The ring's other strength is time: while a rank computes with the keys that are here, the next ones
 # are on their way. On paper, with blocks that take 2 units and hops that take 1; below, the same if
@@ -865,7 +504,7 @@ for rank in range(C):
 # Every hop was in flight for the whole of a block. What is waited for is mostly another rank that is
 # a little late.
 #
-# ### What a rank holds
+# ## What a rank holds
 
 # %%
 held = {c: max(found["bytes"] for found in ranks) for c, ranks in sharing.items()}
@@ -885,12 +524,6 @@ assert abs(held[2] / held[4] / 2 - 1) < 0.1
 #
 # ## Change it
 #
-# * Take the labels of the second loss without a roll: `loss_of(h1, labels)`, also in the sum. Do the
-#   assertions notice? What would such a model learn?
-# * In `step_with_autoscaler`, write `Attach.apply(...)` without `h0 =`. Which weights get no gradient
-#   at all? And is the reported loss another one?
-# * In a new cell, `MTP["mtp_num_layers"] = 2`, and `step_on_stages` with the layout `Et|tmm|L`. How
-#   long are the messages behind m now? What does the second MTP layer predict?
 # * In `hop`, let everything go the other way: `travelling[1:] + travelling[:1]`. Which assertion
 #   fails? Does it fail with `C = 2`?
 # * In `ring_backward`, use each block's own lse instead of the merged one. Which of dQ, dK, dV are
@@ -901,10 +534,10 @@ assert abs(held[2] / held[4] / 2 - 1) < 0.1
 #
 # ## Where next
 #
-# * [Predicting two tokens](../docs/tour/predicting-two-tokens.md) and
-#   [a ring of attention](../docs/tour/a-ring-of-attention.md) in the tour: the code.
-# * [ex22](../minimegatron/exercises/catalog/ex22_ring_attention/page.md): the merge, the ring and its
-#   backward; [ex23](../minimegatron/exercises/catalog/ex23_predict_two_tokens/page.md): the second
-#   loss.
+# * [A ring of attention](../docs/tour/a-ring-of-attention.md) in the tour: the code.
+# * [ex22](../minimegatron/exercises/catalog/ex22_ring_attention/page.md): write the merge, the ring and
+#   its backward.
 # * Labs: `minimegatron exercises lab start ring-gradients-stop-early`,
 #   `... ring-backward-with-partial-lse`, `... rope-restarts-on-each-rank`.
+# * [Notebook 15](15_two_tokens.ipynb) has another question about a sequence: can a model learn from
+#   the token after the next, too?
