@@ -27,14 +27,15 @@ ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 
 
 def on_config(config):
-    (practise,) = (tab["Practise"] for tab in config["nav"] if "Practise" in tab)
+    tabs = [tab for tab in config["nav"] if isinstance(tab, dict)]
+    practise = next((tab["Practise"] for tab in tabs if "Practise" in tab), [])
     for place, folder in enumerate(("notebooks", "exercises")):
         names = sorted(path.name for path in Path(config["docs_dir"], folder).glob("*.md"))
         if names:
             names.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
             pages = [f"{folder}/{name}" for name in names]
             practise.insert(place, {folder.capitalize(): pages})
-    for tab in config["nav"]:
+    for tab in tabs:
         if "Tour" in tab:
             tab["Tour"] = tour_nav()
     config["extra"] |= version_list(os.environ)

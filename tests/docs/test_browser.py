@@ -22,6 +22,7 @@ from tests.figures import figure, slowness
 MAIN_PAGES = [
     "index.html",
     "tour/index.html",
+    "tour/train-step.html",
     "tour/one-f-one-b.html",
     "tour/whole-step.html",
     "source/index.html",
@@ -134,7 +135,7 @@ def test_other_pages(opened, address, site: Path, every: int):
 def test_answers_are_accessible(opened, fragment):
     """The player's sheet on a phone: what axe finds serious in it."""
     size = {"width": PHONE, "height": 740}
-    with opened(f"tour/one-f-one-b.html#{fragment}", viewport=size) as watched:
+    with opened(f"tour/train-step.html#{fragment}", viewport=size) as watched:
         expect(watched.page.locator(".mmp-inspector")).to_be_visible()
         assert not violations(watched.page, context=".mm-player")
 

@@ -192,7 +192,7 @@ def test_on_paper(browser, address):
     size = {"width": 700, "height": 900}
     with Watched(browser, (address,), viewport=size, color_scheme="dark") as watched:
         page = watched.page
-        page.goto(address + "tour/one-f-one-b.html", wait_until="load")
+        page.goto(address + "tour/interleaving.html", wait_until="load")
         page.locator(".mm-player[data-ready]").wait_for()
         page.emulate_media(media="print")
         # Dark letters, also for those who read in dark colours; they fade into it.
@@ -235,7 +235,7 @@ def test_without_scripts(browser, address):
     """Nothing is shown that needs one, and what stands in for widgets is there."""
     with Watched(browser, (address,), java_script_enabled=False) as watched:
         page = watched.page
-        page.goto(address + "tour/one-f-one-b.html", wait_until="load")
+        page.goto(address + "tour/train-step.html", wait_until="load")
         assert page.locator(".mm-noscript").is_visible()
         assert page.locator(".mm-player svg").first.is_visible()
         for hidden in (".md-search", ".md-header label[for=__search]", "[for=__palette_1]"):

@@ -134,7 +134,7 @@ def test_the_first_player_starts_with_two_controls(browser, address):
         expect(
             player.locator(".mmp-timeline [role=application], .mmp-timeline").first
         ).to_be_visible()
-        assert "schedule=gpipe" in page.url
+        page.wait_for_url(re.compile("schedule=gpipe"))
 
 
 def test_an_address_that_asks_for_more_opens_more(browser, address):

@@ -368,7 +368,7 @@ def test_comments_stand_beside_the_code_where_there_is_room(browser, address):
         page.set_viewport_size({"width": 360, "height": 740})
         narrow = note.bounding_box(), code.bounding_box()
         assert narrow[0]["y"] + narrow[0]["height"] <= narrow[1]["y"] + 1
-        page.goto(f"{address}tour/train-step.html")
+        page.goto(f"{address}tour/launching.html")
         fold = page.locator(".mm-fold").first
         assert not fold.locator(".mm-line").first.is_visible()
         fold.locator("summary").click()

@@ -242,7 +242,7 @@ WATCH = """() => {
 }"""
 
 
-PAGE = "tour/one-f-one-b.html"
+PAGE = "tour/train-step.html"
 
 
 class Bench(Watched):
@@ -256,6 +256,7 @@ class Bench(Watched):
     def open(self):
         self.page.goto(self.address + PAGE)
         self.page.locator(".mm-player[data-ready]").first.wait_for()
+        self.page.locator(".mmp-rest > summary").first.click()
         self.page.get_by_role("button", name="Edit the Python").first.click()
         self.bench = self.page.get_by_role("region", name="A schedule of your own")
         self.verdict, self.text = (
@@ -402,6 +403,7 @@ def test_pages_opened_as_files_say_why(browser, site):
     with Watched(browser, ("file:",)) as watched:
         watched.page.goto((site / PAGE).as_uri())
         watched.page.locator(".mm-player[data-ready]").first.wait_for()
+        watched.page.locator(".mmp-rest > summary").first.click()
         watched.page.get_by_role("button", name="Edit the Python").first.click()
         bench = watched.page.get_by_role("region", name="A schedule of your own")
         expect(bench).to_contain_text("A page opened as a file may not run Python")
