@@ -4,10 +4,10 @@ Run: python -m tests.benchmarks.scan_speed. Calls: both forms of the package's s
 
 One layer's scan or attention, forward and backward, in one process, fp32, one sequence, without
 projections. The layer's width is h = 64. Its mixer has two heads of 64 with a state of 128 columns, and
-chunks of 128 tokens; its attention has one head of 64, causal.
+segments of 128 tokens; its attention has one head of 64, causal.
 
 - token after token: the recurrence as it is defined;
-- in chunks: the same in matrix products; this is what trains;
+- in segments: the same in matrix products; this is what trains;
 - attention, fused: torch's kernel, which computes scores again in backward;
 - attention with its scores: all of them in memory.
 
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from minimegatron.core.ssm.ops.ssd_combined import mamba_chunk_scan_combined, mamba_recurrence
 from tests.benchmarks import results
 
-LOOP, CHUNKS = "token after token", "in chunks"
+LOOP, CHUNKS = "token after token", "in segments"
 FUSED, SCORES = "attention, fused", "attention with its scores"
 WAYS = (SCORES, CHUNKS, LOOP, FUSED)
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -128,7 +128,10 @@ def main(argv: list[str] | None = None) -> int:
     if not is_quick:
         times = {(row["way"], row["tokens"]): row["median_ms"] for row in rows}
         ratio = times[LOOP, AT] / times[CHUNKS, AT]
-        text = f"chunks are at least {LEAST_RATIO:g} times as fast as token after token, at {AT} tokens"
+        text = (
+            f"segments are at least {LEAST_RATIO:g} times as fast as token after token, at "
+            f"{AT} tokens"
+        )
         report.claim(text, f"{ratio:.1f}", ratio >= LEAST_RATIO)
     return report.finish()
 

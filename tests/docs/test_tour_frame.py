@@ -162,6 +162,30 @@ def test_the_exam_is_offered_where_the_tour_ends(site):
         assert "../exam.html" in links((site / "tour" / f"{page}.html").read_text())
 
 
+LATE = PAGES[[page.page for page in PAGES].index("interleaving") :]
+ANSWER = re.compile(r'<div class="mm-question".*?</div>\n\n\*\*In short:\*\* (.+?)\n\n', re.DOTALL)
+HOUR = ("train-step", "one-f-one-b", "forward-step", "backward-step", "p2p", "whole-step", "index")
+IN_MACROS = re.compile(r"\{\{.*?\}\}|`[^`]*`", re.DOTALL)
+
+
+@pytest.mark.parametrize("page", LATE, ids=lambda page: page.page)
+def test_a_late_page_answers_its_question_first(page):
+    """In one sentence, right after the question."""
+    found = ANSWER.search(page.text)
+    assert found, f"{page.page}.md has no **In short:** after its question"
+    assert found[1].endswith(".") and not re.search(r"[.?!]\s", found[1]), found[1]
+
+
+def test_one_word_for_one_thing():
+    """What comes later in a row is after what comes before, and a ring goes in rounds."""
+    docs = ROOT / "docs"
+    paths = [path for path in (docs / "tour").glob("*.md") if path.stem not in HOUR]
+    paths += [docs / "glossary.md", docs / "formulas.md", *(docs / "symptoms").glob("*.md")]
+    wrong = re.compile(r"\bbehind\b|\bsteps? per stage\b|\bchunks? of (?:queries|keys|tokens)\b")
+    for path in [*paths, *(docs / "problems").glob("*.md")]:
+        assert not (found := wrong.search(IN_MACROS.sub("", path.read_text()))), (path.name, found)
+
+
 # -- The chain --
 
 

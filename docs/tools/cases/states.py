@@ -1,4 +1,4 @@
-"""What the page on state-space layers shows: the scan by hand and in chunks, its costs, who holds what.
+"""What the page on state-space layers shows: the scan by hand and in segments, costs, who holds what.
 
 Called by: `cases`, where pages find it as `states`. Calls: the package's scans, mixer and pattern of
 layers; `family_pictures`. Reads docs/benchmarks/scan_speed.json and entered_files.json.
@@ -132,7 +132,7 @@ def largest_difference(s: int = 64, chunk: int = 16) -> str:
 # -- Time and memory, as the benchmark measured them --
 
 FUSED, SCORES = "attention, fused", "attention with its scores"
-LOOP, CHUNKS = "token after token", "in chunks"
+LOOP, CHUNKS = "token after token", "in segments"
 WAYS = (SCORES, CHUNKS, LOOP, FUSED)
 
 

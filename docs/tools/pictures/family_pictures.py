@@ -112,9 +112,7 @@ def decays(values: Sequence[Sequence[float]], chunk: int) -> str:
                 f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" class="mm-limit"/>'
             )
     x = edge + 16
-    for number, (hue, words) in enumerate(
-        ((5, "inside a segment:"), (1, "from a segment before:"))
-    ):
+    for number, (hue, words) in enumerate(((5, "inside a segment:"), (1, "from an older one:"))):
         y = top + 10 + number * 56
         parts.append(box(x, y, 16, 16, f"mm-hue-{hue}"))
         parts.append(text(x + 24, y + 13, words, "mm-small mm-strong"))

@@ -22,8 +22,9 @@ FAULTS_OF_T5 = (
         "zip(outputs[1:], grads[1:], strict=False)",
         "zip(inputs, grads[1:], strict=False)",
         "The gradient of the encoder's output that came from the next stage is added to that of the "
-        "stage's first input. On the first decoder stage this is the encoder's output; on later ones it "
-        "is the decoder's own state. Where the two have different lengths, the addition raises an error.",
+        "stage's first input. On the first decoder stage this is the encoder's output; on later ones "
+        "it is the decoder's own state. Where the two have different lengths, the addition raises an "
+        "error.",
     ),
     Fault(
         "position-embedding-of-one-stack",
