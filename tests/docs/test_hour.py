@@ -1,4 +1,4 @@
-"""What the pages of the hour share: one drawing of 1F1B, the calls of a step, a player with two controls."""
+"""What the pages of the hour share: one drawing of 1F1B, the calls of a step, two controls."""
 
 import importlib
 import re

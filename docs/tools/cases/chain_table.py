@@ -42,7 +42,7 @@ def chain_table() -> str:
     def item(path: Path) -> str:
         below = "".join(map(item, children.get(path, ())))
         inner = f"<ul>{below}</ul>" if below else ""
-        return f"<li>{_name(path[-1])} × {calls[path]}{inner}</li>"
+        return f"<li>{_name(path[-1])}&nbsp;×&nbsp;{calls[path]}{inner}</li>"
 
     inner = "".join(map(item, children[()]))
     for name in reversed(ABOVE):

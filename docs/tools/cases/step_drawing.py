@@ -162,17 +162,15 @@ class _Drawing:
         )
 
     def ends(self, marked: list[Place]) -> Iterator[str]:
-        """All ranks meet in the sums of `finalize_model_grads`, however early they are done."""
-        for stage, _, _, end in marked:
-            y = self.top(stage) + BAR // 2
-            yield (
-                f'<line class="phase" x1="{self.x(end)}" y1="{y}" x2="{self.right}" y2="{y}" '
-                'stroke-dasharray="2 3"/>'
-            )
-        x, top, bottom = self.right + 4, self.top(0), self.top(3) + BAR
+        """A rank enters `finalize_model_grads` when it is done, and all of them leave it together."""
+        x = self.right + 4
         for words, width in zip(ENDS, (146, 100), strict=True):
-            yield rect(x, top, width - 4, bottom - top, 'rx="3" class="mm-module"')
-            yield label(x + (width - 4) / 2, (top + bottom) / 2 + 4, words, "small middle")
+            for stage, _, _, end in marked:
+                left = self.x(end) + 2 if words == ENDS[0] else x
+                y, right = self.top(stage), x + width - 4
+                yield rect(left, y, right - left, BAR, 'rx="3" class="mm-module"')
+            middle = (self.top(0) + self.top(3) + BAR) / 2
+            yield label(x + (width - 4) / 2, middle + 4, words, "small middle")
             x += width
 
 
