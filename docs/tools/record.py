@@ -23,6 +23,7 @@ COMMANDS = {
     "verdicts": "records.verdicts",
     "overlap": "records.overlap",
     "expert-loads": "records.expert_loads",
+    "kept-bytes": "records.kept_bytes",
     "entered-files": "records.entered_files",
     "megatron-core": "records.megatron_core",
     "megatron-files": "records.megatron_files",

@@ -128,10 +128,11 @@ def activation_bytes_per_layer(
     context_parallel_size: int = 1,
     sequence_parallel: bool = False,
     recompute: str = "selective",
+    mask_bytes: int = 1,
 ) -> Bytes:
     """Bytes that one transformer layer keeps for the backward of one microbatch, on one rank.
 
-    Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2: 16-bit activations, dropout masks
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2: 16-bit activations, two dropout masks
     of one byte, GELU, feed-forward size 4h, as many key heads as query heads. sbh times
 
     | recompute     | t ranks                    | and sequence parallelism |
@@ -143,6 +144,8 @@ def activation_bytes_per_layer(
     "selective" recomputes the attention scores. A fused attention kernel never stores them, so its
     layers need the "selective" row without recomputing. Context parallelism divides s.
 
+    `mask_bytes`: of an element of these two masks; 0 without dropout. It changes the 10 and the 34.
+
     >>> activation_bytes_per_layer(2048, 1, 12288, 96, 8, recompute="none") / 2**20
     552.0
     """
@@ -153,7 +156,8 @@ def activation_bytes_per_layer(
     unit = local_seq_length * micro_batch_size * hidden_size
     if recompute == "full":
         return _whole(unit * Fraction(2, t if sequence_parallel else 1))
-    factor = Fraction(34, t) if sequence_parallel else 10 + Fraction(24, t)
+    not_cut = 8 + 2 * mask_bytes
+    factor = Fraction(not_cut + 24, t) if sequence_parallel else not_cut + Fraction(24, t)
     if recompute == "none":
         factor += Fraction(5 * num_attention_heads * seq_length, hidden_size * t)
     return _whole(unit * factor)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from latex2mathml.converter import convert
 
-from cases import cases, chain_table, layers, problem_cases
+from cases import cases, chain_table, kept, layers, problem_cases
 from cases.calculator import calculator_form
 from cases.run_drawing import run_drawing
 from cases.step_drawing import step_drawing
@@ -325,7 +325,12 @@ class Macros:
 
 def names_of_cases() -> dict[str, object]:
     """What an expression on a page may name."""
-    own = {"step_drawing": step_drawing, "chain_table": chain_table, "run_drawing": run_drawing}
+    own = {
+        "step_drawing": step_drawing,
+        "chain_table": chain_table,
+        "kept": kept,
+        "run_drawing": run_drawing,
+    }
     return {**vars(layers), **vars(cases), **vars(problem_cases), **own}
 
 
