@@ -119,7 +119,7 @@
     foot.text(24, 34, title, { size: 17, align: "left", bold: true });
     let x = 24, y = layout.height + 74;
     for (const { fill, words } of legend) {
-      const length = 34 + 7 * words.length;
+      const length = 34 + [...words].reduce((sum, sign) => sum + (sign > "\u2e7f" ? 13 : 7), 0); // a Chinese sign is wide
       if (x + length > width - 24) { x = 24; y += 22; }
       if (fill === "idle") { foot.rect(x, y - 10, 18, 12, colours.track); foot.hatch(x, y - 10, 18, 12); }
       else foot.rect(x, y - 10, 18, 12, fill);

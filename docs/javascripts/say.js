@@ -1,6 +1,7 @@
 "use strict";
 // The words of every widget: MM.say("player.of", {time: 3, span: 33}). They stand in docs/strings/LANGUAGE.json,
-// one file per language, which the build writes as javascripts/words.js; this file picks and fills in.
+// one file per language, which the build writes as javascripts/words.js and words_zh.js. A page has loaded that of
+// its own language; this file picks and fills in.
 //
 // {name} is filled in. A string that depends on a number is an object of plural forms, as Intl.PluralRules
 // names them ("one", "other", ...), picked by the value called n. A name that is missing is shown as it is,

@@ -6,7 +6,8 @@
 // A query becomes slots, one for each word or known phrase, each with its other spellings and meanings
 // (docs/search_synonyms.toml). A page fits as well as its sections have the slots. Of those that fit, the best of
 // each kind leads: the symptom, if a symptom was typed; the page of the tour, the exercise or notebook, the entry
-// of the glossary, the source. The others follow, by fit times the weight of their kind.
+// of the glossary, the source. The others follow, by fit times the weight of their kind. A page in Chinese stands
+// before the English one if the query is in Chinese, else after all English ones.
 
 (() => {
   const MM = (globalThis.MM ||= {});
@@ -14,7 +15,7 @@
 
   const WEIGHT = {
     tour: 2, exercises: 1.5, notebooks: 1.5, glossary: 1.5, formulas: 1.4, source: 1, recipes: 1.2, symptoms: 1, exam: 1, problems: 1,
-    home: 0.8, teachers: 0.6, gpu: 0.8, rosetta: 0.7, walkthroughs: 0.7, zh: 0.7, benchmarks: 0.5, held_against: 0.5, contributing: 0.5, reference: 0.4,
+    home: 0.8, teachers: 0.6, gpu: 0.8, rosetta: 0.7, walkthroughs: 0.7, benchmarks: 0.5, held_against: 0.5, contributing: 0.5, reference: 0.4,
   };
   // The kinds that lead, in this order: by a page that has all that was typed, or fits this much as well as the best.
   const LEADERS = [["tour"], ["exercises", "notebooks"], ["glossary"], ["source"]], SYMPTOM = ["symptoms"], LEAST = 0.05;
@@ -26,6 +27,7 @@
   const STOP = new Set(("a an and are as at be but by can do does for from has have how i if in into is it its me my no not of " +
     "on or so that the their then there these they this to was what when where which who whom why will with you your").split(" "));
 
+  const HAN = /\p{Script=Han}/u;
   const norm = (text) => text.toLowerCase().replace(/[^\p{L}\p{N}_×]+/gu, " ").trim();
   const escape = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 
@@ -36,10 +38,13 @@
   function prepare() {
     if (sections) return;
     sections = [];
+    const byUrl = new Map(MM.searchData.pages.map((page) => [page.url, page]));
     for (const page of MM.searchData.pages) {
+      const english = page.language ? byUrl.get(page.url.slice(page.language.length + 1)) : page;
+      if (english !== page) page.english = english;
       page.plain = ` ${norm(page.title)} `;
-      page.explained = new Set((page.explains ?? []).map(norm));
-      page.code = ` ${(page.names || "").toLowerCase()} `;
+      page.explained = new Set((english?.explains ?? []).map(norm));
+      page.code = ` ${(english?.names || "").toLowerCase()} `;
       // What students are given, and lists of pages, answer little by themselves.
       page.share = /minimegatron\.exercises\.|\/index\.html$/.test(page.url) ? 0.5 : 1;
       for (const [anchor, title, text] of page.sections) {
@@ -130,6 +135,7 @@
 
   /** How well a text has a word or phrase; of a phrase that it does not have, all words count a little. */
   function match(text, form, points, isWhole) {
+    if (HAN.test(form)) return text.includes(form) ? (text.length === form.length + 2 ? points.is : points.has) : 0;
     if (!text.includes(form)) {
       if (isWhole || !form.includes(" ")) return 0;
       return form.split(" ").every((word) => text.includes(` ${word}`)) ? points.words : 0;
@@ -186,7 +192,9 @@
       entry.fit = (entry.hits[0].score + 0.3 * entry.slots.reduce((a, b) => a + b, 0)) * covered ** 2 * (1 + spread) * entry.page.share;
       entry.score = entry.fit * (WEIGHT[entry.page.kind] ?? 1);
     }
-    return inOrder(entries, ` ${whole} `).slice(0, MOST_PAGES).map((entry) => group(entry, slots));
+    const inChinese = HAN.test(query), isLast = ({ page }) => Boolean(page.language) && !inChinese;
+    const first = translatedFirst(inOrder(entries.filter((entry) => !isLast(entry)), ` ${whole} `));
+    return [...first, ...entries.filter(isLast).sort((a, b) => b.score - a.score)].slice(0, MOST_PAGES).map((entry) => group(entry, slots));
   }
 
   function inOrder(entries, query) {
@@ -197,14 +205,22 @@
     return [...new Set([...leaders, ...entries])];
   }
 
+  /** Of a page and its translation, both found, the translation first. */
+  function translatedFirst(entries) {
+    const translation = new Map(entries.filter(({ page }) => page.english).map((entry) => [entry.page.english, entry]));
+    return [...new Set(entries.flatMap((entry) => [translation.get(entry.page), entry]))].filter(Boolean);
+  }
+
   // -- What is shown --
 
   function marked(text, slots) {
     const forms = slots.flatMap((slot) => slot.forms.map(([form]) => form)).filter(Boolean).sort((a, b) => b.length - a.length);
-    const pattern = forms.map((form) => form.split(" ").map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("[^\\p{L}\\p{N}_]+")).join("|");
+    // A Latin word is marked where it begins, a Chinese one anywhere.
+    const pattern = forms.map((form) => (HAN.test(form) ? "" : "(?<![\\p{L}\\p{N}])") +
+      form.split(" ").map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("[^\\p{L}\\p{N}_]+")).join("|");
     const parts = [];
     let at = 0;
-    for (const hit of text.matchAll(new RegExp(`(?<![\\p{L}\\p{N}])(?:${pattern})`, "giu"))) {
+    for (const hit of text.matchAll(new RegExp(pattern, "giu"))) {
       parts.push(escape(text.slice(at, hit.index)), `<mark data-md-highlight>${escape(hit[0])}</mark>`);
       at = hit.index + hit[0].length;
     }
@@ -217,15 +233,17 @@
     const low = text.toLowerCase();
     const places = slots.flatMap((slot) => slot.forms.map(([form]) => low.indexOf(form))).filter((n) => n >= 0);
     let from = Math.max(0, (places.length ? Math.min(...places) : 0) - 60);
-    if (from) from = text.indexOf(" ", from) + 1;
-    const to = text.length - from <= TEASER ? text.length : text.lastIndexOf(" ", from + TEASER);
+    const spaced = !HAN.test(text); // Chinese is cut between any two signs.
+    if (from && spaced) from = text.indexOf(" ", from) + 1;
+    const to = text.length - from <= TEASER ? text.length : spaced ? text.lastIndexOf(" ", from + TEASER) : from + TEASER;
     return `<p>${from ? "… " : ""}${marked(text.slice(from, to), slots)}${to < text.length ? " …" : ""}</p>`;
   }
 
   function group(entry, slots) {
     const { page, hits } = entry;
     const kind = MM.strings?.[`search.kind.${page.kind}`] ? MM.say(`search.kind.${page.kind}`) : "";
-    const where = [kind === page.title ? "" : kind, page.where].filter(Boolean).join(" · ");
+    const language = page.language ? MM.say(`search.kind.${page.language}`) : "";
+    const where = [kind === page.title ? "" : kind, language, page.where].filter(Boolean).join(" · ");
     const top = {
       location: page.url, terms: {}, text: teaser(hits[0].section.title ? page.sections[0]?.[2] || "" : hits[0].section.text, slots),
       title: marked(page.title, slots) + (where ? ` <span class="mm-found">${escape(where)}</span>` : ""),

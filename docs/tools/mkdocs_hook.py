@@ -1,10 +1,10 @@
 """What MkDocs is asked to do for us: finished HTML where its comment stands; what the navigation cannot
-know before the build, which notebooks and exercises there are, and the tour's order; a smaller
-stylesheet of the theme; what search looks through; a description per page; the list of versions, in
-a site that has several.
+know before the build, which notebooks and exercises there are, and the tour's order; pages in another
+language with all words around them in it; a smaller stylesheet of the theme; what search looks through;
+a description per page; the list of versions, in a site that has several.
 
 Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`, `search_index`, `page_heads`,
-`translations`; the catalogue, for the order of its exercises.
+`translations`, `strings`; the catalogue, for the order of its exercises.
 """
 
 import gc
@@ -17,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from minimegatron.exercises.exercise import exercises
 from pages.page_heads import set_description
 from pages.search_index import write_search
-from pages.translations import language_of, links_to_others, made_from
+from pages.translations import OWN_NAMES, links_to_others, made_from, nav_of, older_notice
 from pages.trim_css import trim_site
+from player.strings import words_file
+from source.page_words import DEFAULT, LANGUAGES, language_of, say, speaking
 from source.stash import fill
 from tour.tour_frame import tour_nav
 
@@ -38,8 +40,20 @@ def on_config(config):
     for tab in tabs:
         if "Tour" in tab:
             tab["Tour"] = tour_nav()
+        if "Look up" in tab:
+            tab["Look up"] = with_translations(tab["Look up"], Path(config["docs_dir"]))
     config["extra"] |= version_list(os.environ)
     return config
+
+
+def with_translations(entries, docs):
+    """The tab's entries; that of a language has all its pages, in their order."""
+    names = {OWN_NAMES[language]: language for language in LANGUAGES}
+    found = []
+    for entry in entries:
+        (name,) = entry if isinstance(entry, dict) else [entry]
+        found.append({name: nav_of(names[name], docs)} if name in names else entry)
+    return found
 
 
 def version_list(environ):
@@ -58,15 +72,35 @@ def on_pre_build(config):
     gc.disable()
 
 
+def on_nav(nav, config, files):
+    """The page before and the page after one are in its own language."""
+    chains = {}
+    for page in nav.pages:
+        chains.setdefault(language_of(page.file.src_uri), []).append(page)
+    for pages in chains.values():
+        for before, page, after in zip([None, *pages[:-1]], pages, [*pages[1:], None], strict=True):
+            page.previous_page, page.next_page = before, after
+    return nav
+
+
 def on_page_content(html, page, config, files):
     of_site = config["site_description"] if page.is_homepage else ""
     page.meta["made_from"] = made_from(page.file.src_uri)
     set_description(page.meta, html, page.file.src_uri.replace(".md", ".html"), of_site)
-    return links_to_others(page.file.src_uri) + html
+    return links_to_others(page.file.src_uri) + older_notice(page.file.src_uri) + html
+
+
+def on_page_context(context, page, config, nav):
+    # What the theme itself says: "Previous", "Table of contents", and the language of the page.
+    config["theme"]["language"] = language_of(page.file.src_uri)
+    with speaking(language_of(page.file.src_uri)):
+        context["no_script"] = say("page.no-script")
+    return context
 
 
 def on_post_page(output, page, config):
-    output = output.replace('<html lang="en"', f'<html lang="{language_of(page.file.src_uri)}"', 1)
+    own = words_file(language_of(page.file.src_uri))
+    output = output.replace(f'{words_file(DEFAULT)}"', f'{own}"')
     return fill(output, Path(config["docs_dir"]).with_name("pieces") / f"{page.file.src_uri}.json")
 
 

@@ -204,8 +204,11 @@ FRACTIONS = ("rate", "peak")
 """The fields that need not be whole."""
 
 
-def calculator_form() -> str:
-    """The calculator's HTML; javascripts/calculator.js fills in the results."""
+def calculator_form(up: str = "") -> str:
+    """The calculator's HTML; javascripts/calculator.js fills in the results.
+
+    `up` leads from the page to the site's root.
+    """
     inputs = "".join(
         f'<label>{label}<input type="number" name="{name}" min="{least}" max="{MOST}" '
         f'step="{step}" value="{value}"></label>'
@@ -220,6 +223,6 @@ def calculator_form() -> str:
         '<label class="mm-check"><input type="checkbox" name="sp" checked> sequence parallelism'
         '</label></div><p class="mm-calculator-said" role="status"></p>'
         '<table class="mm-results" aria-live="polite"><tbody></tbody></table></form>'
-        '<script src="javascripts/formulas.js" defer></script>'
-        '<script src="javascripts/calculator.js" defer></script>'
+        f'<script src="{up}javascripts/formulas.js" defer></script>'
+        f'<script src="{up}javascripts/calculator.js" defer></script>'
     )

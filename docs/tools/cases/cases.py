@@ -79,6 +79,7 @@ from minimegatron.planner.render_svg import render_svg
 from minimegatron.planner.simulator import Costs, Simulation, simulate
 from minimegatron.planner.stage import PlanConfig, Stage
 from pictures import pictures
+from source.page_words import say
 from source.spine import spine_files, spine_hours, spine_lines
 
 # -- Schedules --
@@ -202,7 +203,8 @@ def compare_schedules(pp: int = 4, m: int = 8) -> str:
         done = step(name, pp, m)
         held = ", ".join(str(done.plan.peak_in_flight(r)) for r in range(pp))
         rows.append([name, number_words(done.makespan), percent(done.bubble_over_total), held])
-    return table(["schedule", "makespan", "idle / total", "microbatches held, per rank"], rows)
+    head = ["page.schedule", "page.makespan", "page.idle-of-total", "page.held-per-rank"]
+    return table([say(name) for name in head], rows)
 
 
 def warmups(pp: int = 4, m: int = 8) -> str:
@@ -435,10 +437,10 @@ def freed_output() -> str:
     return table(
         ["", ""],
         [
-            ["bytes of the output before", before],
-            ["bytes after `deallocate_output_tensor`", output.untyped_storage().nbytes()],
-            ["`torch.autograd.backward` says", f"“{refused[:90]}”"],
-            ["`custom_backward` gives the gradient", weight.grad.tolist()],
+            [say("page.bytes-before"), before],
+            [say("page.bytes-after"), output.untyped_storage().nbytes()],
+            [say("page.backward-says"), f"“{refused[:90]}”"],
+            [say("page.backward-gives"), weight.grad.tolist()],
         ],
     )
 
@@ -524,7 +526,7 @@ def num_exercises() -> int:
 
 def spine_sentence() -> str:
     """How many files there are to read first, and how long that takes."""
-    return f"{spine_files()} files, {spine_lines()} lines of code, about {spine_hours()} hours"
+    return say("page.spine", files=spine_files(), lines=spine_lines(), hours=spine_hours())
 
 
 def submission_limits() -> str:

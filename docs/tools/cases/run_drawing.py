@@ -8,6 +8,7 @@ from typing import Any
 
 from minimegatron.planner.svg_shapes import label, rect, shade, text_colour
 from pictures.pictures import svg
+from source.page_words import say
 from source.places import RECORDINGS, read_json
 
 RUN = "1f1b-paced"
@@ -26,17 +27,14 @@ def run_drawing() -> str:
     ranks = recorded_step()
     span = max(e["s"] + e["l"] for both in ranks for row in both for e in row)
     scale = WIDTH / span
-    parts = [
-        label(LEFT, 16, "measured on four processes; below each, thin: as planned", "quiet small")
-    ]
+    parts = [label(LEFT, 16, say("page.run.below"), "quiet small")]
     for stage, (run, planned) in enumerate(ranks):
         y = TOP + stage * ROW
-        parts.append(label(8, y + 17, f"stage {stage}", "bold"))
+        parts.append(label(8, y + 17, say("timeline.stage", rank=stage), "bold"))
         parts.append(rect(LEFT, y, WIDTH, RUN_BAR, 'class="track"'))
         parts += _bars(run, y, RUN_BAR, scale)
         parts += _bars(planned, y + RUN_BAR + 3, PLAN_BAR, scale)
-    title = "A recorded step of 1F1B on four ranks with eight microbatches, above its plan"
-    picture = svg(LEFT + WIDTH + 10, TOP + 4 * ROW, title, parts)
+    picture = svg(LEFT + WIDTH + 10, TOP + 4 * ROW, say("page.run.title"), parts)
     return f'<div class="mm-timeline mm-step-drawing">{picture}</div>'
 
 

@@ -16,13 +16,15 @@ from cases import cases
 from minimegatron.planner.actions import COMMUNICATE, COOLDOWN, STEADY, WARMUP, Action
 from minimegatron.planner.svg_shapes import label, rect, shade, text_colour
 from pictures.pictures import svg
+from source.page_words import say
 
 LEFT, TOP, BAR, UNIT = 62, 14, 28, 19
 ROW = {"phases": 50, "work": 42, "messages": 64, "end": 38}
 """From one stage to the next."""
 AFTER = 250
 """Room for what comes after the schedule."""
-WORDS = {WARMUP: "warm-up", STEADY: "steady state", COOLDOWN: "cool-down"}
+PHASES = {WARMUP: "phase.warmup", STEADY: "phase.steady", COOLDOWN: "phase.cooldown"}
+WORKS = {"forward": "kind.forward", "backward": "kind.backward"}
 ENDS = ("finalize_model_grads", "optimizer.step")
 
 Place = tuple[int, Action, int, int]
@@ -50,24 +52,25 @@ def _find(bars: list[Place], kind: str, stage: int, microbatch: int) -> Place:
 
 
 def _all(bars: list[Place]) -> tuple[list[Place], str]:
-    return bars, "warm-up, steady state and cool-down of each stage"
+    return bars, say("page.step.phases")
 
 
 def _one(bars: list[Place], work: tuple[str, int, int]) -> tuple[list[Place], str]:
     kind, stage, microbatch = work
-    return [_find(bars, *work)], f"the {kind} of microbatch {microbatch} on stage {stage}"
+    words = say("page.step.work", kind=say(WORKS[kind]), mb=microbatch, rank=stage)
+    return [_find(bars, *work)], words
 
 
 def _pair(bars: list[Place], first: int, second: int) -> tuple[list[Place], str]:
     """A forward on the first stage, and the backward that sends a gradient back to it."""
     stages = (first, second)
     steady = [b for b in bars if b[0] in stages and b[1].phase == STEADY]
-    return steady, f"messages between stages {first} and {second} in the steady state"
+    return steady, say("page.step.messages", first=first, second=second)
 
 
 def _last(bars: list[Place]) -> tuple[list[Place], str]:
     last = [max((b for b in bars if b[0] == stage), key=lambda b: b[3]) for stage in range(4)]
-    return last, f"after its last backward each rank calls {' and '.join(ENDS)}"
+    return last, say("page.step.end", names=say("name.and").join(ENDS))
 
 
 _MARKS = {"phases": _all, "work": _one, "messages": _pair, "end": _last}
@@ -87,7 +90,7 @@ class _Drawing:
         parts = [_arrow_head()]
         for stage in range(4):
             y = self.top(stage)
-            parts.append(label(8, y + 19, f"stage {stage}", "bold"))
+            parts.append(label(8, y + 19, say("timeline.stage", rank=stage), "bold"))
             parts.append(rect(LEFT, y, self.right - LEFT, BAR, 'class="track"'))
         parts += [self.bar(place, place in marked) for place in self.bars]
         beside = {
@@ -99,7 +102,7 @@ class _Drawing:
         parts += beside[self.about](marked)
         width = self.right + 10 + AFTER * (self.about == "end")
         bottom = self.top(3) + BAR + (22 if self.about == "phases" else 10)
-        title = f"1F1B, 4 stages, 8 microbatches: {words}"
+        title = say("page.step.title", p=4, M=8, words=words)
         picture = svg(width, bottom, title, parts)
         return f'<div class="mm-timeline mm-step-drawing">{picture}</div>'
 
@@ -118,20 +121,23 @@ class _Drawing:
             f'style="fill:{text_colour(fill)}">{action.microbatch}</text>'
         )
         css = "" if is_marked else ' class="mm-faint"'
-        tip = f"<title>stage {stage}: {action.kind} of microbatch {action.microbatch}</title>"
+        kind = say(WORKS[action.kind])
+        words = say("page.step.bar", rank=stage, kind=kind, mb=action.microbatch)
+        tip = f"<title>{words}</title>"
         body = rect(x + 0.5, y, width - 1, BAR, f'rx="2" fill="{fill}"')
         return f"<g{css}>{tip}{body}{number}</g>"
 
     def phases(self, marked: list[Place]) -> Iterator[str]:
         for stage in range(4):
             y = self.top(stage) + BAR + 3
-            for phase, words in WORDS.items():
+            for phase, name in PHASES.items():
                 own = [b for b in marked if b[0] == stage and b[1].phase == phase]
                 if not own:
                     continue
                 start, end = self.x(own[0][2]) + 1, self.x(own[-1][3]) - 1
                 yield f'<path class="mm-brace" d="M{start},{y} v3 H{end} v-3"/>'
-                shown = words if end - start > 6.5 * len(words) - 8 else ""
+                words = say(name)
+                shown = words if end - start > 6.5 * _num_letters(words) - 8 else ""
                 yield label((start + end) / 2, y + 14, shown, "quiet small middle")
 
     def ways(self, marked: list[Place]) -> Iterator[str]:
@@ -172,6 +178,11 @@ class _Drawing:
             middle = (self.top(0) + self.top(3) + BAR) / 2
             yield label(x + (width - 4) / 2, middle + 4, words, "small middle")
             x += width
+
+
+def _num_letters(words: str) -> int:
+    """A Chinese sign is as wide as two letters."""
+    return sum(1 + (sign > "\u2e7f") for sign in words)
 
 
 def _arrow_head() -> str:

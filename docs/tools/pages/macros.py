@@ -40,6 +40,16 @@ from pages.repository import clone_lines, repository_link, repository_url
 from pages.unrolled_pages import runs_table
 from source.excerpts import ExcerptError
 from source.package import Package, Place
+from source.page_words import (
+    bare,
+    is_there,
+    language_of,
+    own_anchor,
+    say,
+    speaking,
+    terms,
+    translated,
+)
 from source.places import ROOT
 from source.prose import is_line
 from source.quotes import quote_html, read_quote
@@ -89,12 +99,17 @@ class Macros:
         self.package, self.page, self.glossary = package, page, glossary
         self.practice = practice or {}
         self.up = "../" * page.count("/")
+        self.language = language_of(page)
         self.num_figures = 0
         self.stash = Stash()
         self.faults: list[str] = []
 
     def expand(self, markdown: str) -> str:
-        """The page without macros."""
+        """The page without macros, what they say in its language."""
+        with speaking(self.language):
+            return self._expand(markdown)
+
+    def _expand(self, markdown: str) -> str:
         # Code that stands in a fence is left alone.
         kept: list[str] = []
 
@@ -158,7 +173,7 @@ class Macros:
     def block_code(self, argument: str) -> str:
         """The code of a symbol, without its docstring, which the page says in its own words."""
         # The words that the prose around an excerpt is about must be in it.
-        if self.page.startswith("tour/") and " shows=" not in argument:
+        if bare(self.page).startswith("tour/") and " shows=" not in argument:
             words = 'say which words it shows: shows="a, b"'
             raise MacroError(f"docs/{self.page}: {argument}: {words}")
         try:
@@ -237,7 +252,7 @@ class Macros:
         return self.stash.put(f'<div class="mm-scroll" tabindex="0">{svg}</div>')
 
     def block_calculator(self, _: str) -> str:
-        return self.stash.put(calculator_form())
+        return self.stash.put(calculator_form(self.up))
 
     # -- The repository --
 
@@ -299,7 +314,10 @@ class Macros:
         anchor = name.lower().replace(" ", "-")
         if anchor not in self.glossary:
             raise MacroError(f"docs/{self.page}: the glossary has no {name!r}")
-        return f"[{words or name}]({self.up}glossary.md#{anchor}){{ .mm-term }}"
+        shown = words or terms(self.language).get(anchor, name)
+        own = translated("glossary.md", self.language)
+        glossary = own if is_there(own) else "glossary.md"
+        return f"[{shown}]({self.up}{glossary}#{anchor}){{ .mm-term }}"
 
     def inline_thread(self, argument: str) -> str:
         name, number = argument.split("#")
@@ -316,11 +334,15 @@ class Macros:
         items = []
         for path, title in self.practice.items():
             if any(Path(path).stem.startswith(name) for name in names.split()):
-                kind = "Notebook" if path.startswith("notebooks/") else "Exercise"
-                items.append(f"- {kind}: [{title}]({self.up}{path})")
+                link = f"[{title}]({self.up}{path})"
+                is_notebook = path.startswith("notebooks/")
+                name = "page.notebook" if is_notebook else "page.exercise"
+                items.append(f"- {say(name, link=link)}")
         if not items:
             return ""
-        return f"## Do it yourself\n\n{about}\n\n" + "\n".join(items) + "\n"
+        anchor = f" {{ {own_anchor('do-it-yourself')}}}" if own_anchor("") else ""
+        head = f"## {say('page.do-it-yourself')}{anchor}"
+        return f"{head}\n\n{about}\n\n" + "\n".join(items) + "\n"
 
 
 def names_of_cases() -> dict[str, object]:

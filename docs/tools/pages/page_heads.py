@@ -1,13 +1,15 @@
 """What a page says of itself to search engines and to those who get its link: a description of its own.
 
 Called by: `mkdocs_hook`, for every page, `site_pages`; docs/overrides/main.html writes the tags.
-Calls nothing.
+Calls: `page_words`.
 
 A page's description is in its front matter, or else the sentences that it begins with.
 """
 
 import re
 from html import escape, unescape
+
+from source.page_words import HAN
 
 MAX = 160
 """Characters that search engines show."""
@@ -18,7 +20,7 @@ BOX = re.compile(r'<div class="admonition.*?</div>', re.DOTALL)
 OPENING = re.compile(r'<div class="mm-question">\s*(?:<p>)?(.*?)(?:</p>)?\s*</div>', re.DOTALL)
 UNSPOKEN = re.compile(r"<math.*?</math>|<annotation.*?</annotation>", re.DOTALL)
 TAG = re.compile(r"<[^>]*>")
-SENTENCE = re.compile(r"(?<=[.?!])\s+(?=[A-Z0-9`\"“])")
+SENTENCE = re.compile(r"(?<=[.?!])\s+(?=[A-Z0-9`\"“])|(?<=[。？！])")
 OWN_LINE = ("notebooks/", "exercises/")
 """Their pages begin with a line on the file itself; what they are about comes after it."""
 
@@ -49,14 +51,18 @@ def shortened(text: str, most: int = MAX) -> str:
 
     >>> shortened("One two. Three four.", 12), shortened("One two three four.", 12)
     ('One two.', 'One two …')
+    >>> shortened("一二三。四五六？七八九。", 9), shortened("一二三，四五六", 5)
+    ('一二三。四五六？', '一二三 …')
     """
-    first, *others = SENTENCE.split(text)
+    first, *others = filter(None, SENTENCE.split(text))
     if len(first) > most:
-        return first[: most - 1].rpartition(" ")[0].rstrip(",;:–-") + " …"
+        # Chinese is written without spaces.
+        cut = first[: most - 2] if HAN.search(first) else first[: most - 1].rpartition(" ")[0]
+        return cut.rstrip(",;:–-，；：、") + " …"
     for sentence in others:
         if len(first) + 1 + len(sentence) > most:
             break
-        first += f" {sentence}"
+        first += sentence if first.endswith(("。", "？", "！")) else f" {sentence}"
     return first
 
 

@@ -7,6 +7,7 @@ out, and links to the page on how the repository is laid out.
 
 import os
 
+from source.page_words import say
 from source.places import project
 
 
@@ -27,4 +28,6 @@ def clone_lines(url: str) -> str:
 
 def repository_link(url: str, up: str) -> str:
     """As Markdown, seen from a page that `up` leads to the root of."""
-    return f"[Repository]({url})" if url else f"[The repository]({up}contributing.md)"
+    if url:
+        return f"[{say('page.repository')}]({url})"
+    return f"[{say('page.about-the-repository')}]({up}contributing.md)"

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from html import unescape
 from pathlib import Path
 
+from source.page_words import DEFAULT, HAN, language_of, translated
 from source.places import DOCS
 from tour.tour import read_chain
 
@@ -74,12 +75,18 @@ def pages(docs: Iterable[dict], site: Path) -> Iterator[dict]:
         if not BEHIND_AN_EXERCISE.search(doc["location"]):
             by_page.setdefault(doc["location"].partition("#")[0], []).append(doc)
     for url, sections in by_page.items():
-        kind = kind_of(url)
+        kind, language = kind_of(url), language_of(url)
         title, where = title_of(kind, plain(sections[0]["title"]))
-        found = list(_sections(kind, title, sections))
+        most = MAX_TEXT.get(kind if language == DEFAULT else language)
+        found = list(_sections(kind, title, sections, most))
         page = {"url": url, "title": title, "kind": kind, "sections": found}
         if where:
             page["where"] = where
+        if (
+            language != DEFAULT
+        ):  # what it explains, and names in its code, are those of the English page
+            yield page | {"language": language}
+            continue
         if url in explains:
             page["explains"] = explains[url]
         if kind in LESSONS and (names := quoted_names((site / url).read_text())):
@@ -89,10 +96,10 @@ def pages(docs: Iterable[dict], site: Path) -> Iterator[dict]:
 
 def kind_of(url: str) -> str:
     """
-    >>> kind_of("tour/p2p.html"), kind_of("glossary.html"), kind_of("index.html")
+    >>> kind_of("tour/p2p.html"), kind_of("zh/glossary.html"), kind_of("index.html")
     ('tour', 'glossary', 'home')
     """
-    first = url.partition("/")[0].removesuffix(".html")
+    first = translated(url, DEFAULT).partition("/")[0].removesuffix(".html")
     return "home" if first in ("index", "") else first
 
 
@@ -108,9 +115,10 @@ def title_of(kind: str, title: str) -> tuple[str, str]:
     return name, where
 
 
-def _sections(kind: str, page_title: str, sections: list[dict]) -> Iterator[list[str | int]]:
+def _sections(
+    kind: str, page_title: str, sections: list[dict], most: int | None
+) -> Iterator[list[str | int]]:
     """[anchor, title, text] of each; above the first heading, the first two are empty."""
-    most = MAX_TEXT.get(kind)
     for section in sections:
         anchor = section["location"].partition("#")[2]
         text, title = plain(section["text"]), bare(kind, plain(section["title"]))
@@ -150,8 +158,15 @@ def plain(html: str) -> str:
 
 
 def shortened(text: str, most: int | None) -> str:
-    """At most so many characters, to the end of a word; None for all."""
-    return text if most is None or len(text) <= most else text[:most].rpartition(" ")[0]
+    """At most so many characters, to the end of a word; None for all.
+
+    >>> shortened("one two three", 9), shortened("一二三四五", 3)
+    ('one two', '一二三')
+    """
+    if most is None or len(text) <= most:
+        return text
+    # Chinese is written without spaces.
+    return text[:most] if HAN.search(text) else text[:most].rpartition(" ")[0]
 
 
 def quoted_names(html: str) -> str:

@@ -17,6 +17,7 @@ from pictures.architecture import architecture_svg
 from rosetta.rosetta import rosetta_page
 from source.annotate import AnnotatedPage
 from source.package import Package
+from source.page_words import bare
 from source.places import DOCS, write
 from source.spine import (
     Room,
@@ -31,6 +32,7 @@ from source.stash import Stash
 from tour.tour_frame import framed
 
 SKIPPED = {"tools", "overrides", "problems"}
+"""Folders of docs/ that hold no pages; a translation has such a folder too."""
 
 REFERENCE = ("core", "planner", "tracing", "training")
 """What the reference covers; the rest of the package is no library but a program."""
@@ -42,7 +44,8 @@ def written_pages() -> list[str]:
     return [
         page.as_posix()
         for page in found
-        if page.parts[0] not in SKIPPED and "node_modules" not in page.parts
+        if bare(page.as_posix()).partition("/")[0] not in SKIPPED
+        and "node_modules" not in page.parts
     ]
 
 
@@ -52,7 +55,7 @@ def filled_in(macros: Macros) -> str:
     if page == "contributing.md":
         macros.extra = {"architecture": architecture_svg(macros.package)}
     # What else ends a page of the tour stands before "why next".
-    below = "\n{{ problems }}\n" if page.startswith("tour/") else ""
+    below = "\n{{ problems }}\n" if bare(page).startswith("tour/") else ""
     return macros.expand(framed(page, (DOCS / page).read_text() + below))
 
 

@@ -16,6 +16,7 @@ from source.code_html import Link, code_block, links_of
 from source.excerpts import ExcerptError, cut_out, num_definitions
 from source.folding import Part, Row, own_comments, parts_of, rows_of
 from source.package import Package, Place
+from source.page_words import say
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,13 @@ class _Shown:
 
 
 def _folded(number: int, rows: str) -> str:
-    return f'<details class="mm-fold"><summary>{number} lines folded</summary>{rows}</details>'
+    words = say("page.folded", n=number)
+    return f'<details class="mm-fold"><summary>{words}</summary>{rows}</details>'
 
 
 def _left_out(url: str, number: int) -> str:
-    words = f"{number} lines" if number > 1 else "1 line"
-    return f'<p class="mm-left-out"><a href="{url}">{words} in the source</a></p>'
+    words = say("page.in-the-source", n=number)
+    return f'<p class="mm-left-out"><a href="{url}">{words}</a></p>'
 
 
 def _prose(comments: Iterable[str]) -> str:

@@ -10,9 +10,9 @@ from html import escape
 
 from source.callers import CALL, sites_of
 from source.package import Package
-from tour.tour import Call, Page, page_of, place_of, read_chain, read_tour
+from source.page_words import DEFAULT, say, spoken
+from tour.tour import Call, Page, page_named, page_of, place_of, read_chain, read_tour
 
-HERE_IS = "Where this is in the chain of calls"
 WORDS = {"your", "with", "chunks"}
 """The words in a link's name that are not code."""
 
@@ -105,12 +105,13 @@ def strip_html(package: Package, page: str) -> str:
 
 def _tour_strip(package: Package, page: Page) -> str:
     here = read_chain()[page.link]
+    up = "../" if spoken() == DEFAULT else "../../"
 
     def link(call: Call) -> str:
         # A page about several links leads from the others to their source.
-        at = f"{call.page}.html"
+        at = page_named(call.page).own_way("html")
         if call.page == page.page and call != here:
-            at = f"../source/{place_of(package, call).url}"
+            at = f"{up}source/{place_of(package, call).url}"
         return f'<a href="{at}">{name_html(call)}</a>'
 
     *above, _ = line_to(here)
@@ -119,9 +120,9 @@ def _tour_strip(package: Package, page: Page) -> str:
         now = link(here)
     parts = [
         _crumbs([link(call) for call in above], now),
-        _beside("calls", [link(call) for call in children_of(here.name)]),
+        _beside("page.calls", [link(call) for call in children_of(here.name)]),
         _beside(
-            "beside it",
+            "page.beside",
             [link(call) for call in children_of(here.under) if call.name != here.name],
             " class='mm-aside'",
         ),
@@ -147,7 +148,7 @@ def _source_strip(package: Package, module: str) -> str:
     to_tour = [f'<a href="../tour/{page.page}.html">{title_html(page)}</a>' for page in tour]
     crumbs = _crumbs([_source_link(package, call) for call in above], ", ".join(now))
     called = [link for _, _, link in calls_in(package, module)]
-    return _strip([crumbs, _beside("calls", called), _beside("in the tour", to_tour)])
+    return _strip([crumbs, _beside("page.calls", called), _beside("page.in-the-tour", to_tour)])
 
 
 def calls_in(package: Package, module: str) -> list[tuple[int, str, str]]:
@@ -203,7 +204,8 @@ def _helper_link(package: Package, dotted: str) -> str:
 
 def _strip(parts: Iterable[str]) -> str:
     inner = "".join(parts)
-    return f'<nav class="mm-strip" aria-label="{HERE_IS}" data-search-exclude>{inner}</nav>'
+    name = say("page.where")
+    return f'<nav class="mm-strip" aria-label="{name}" data-search-exclude>{inner}</nav>'
 
 
 def _crumbs(above: list[str], now: str) -> str:
@@ -211,5 +213,6 @@ def _crumbs(above: list[str], now: str) -> str:
     return f'<ol>{items}<li aria-current="true">{now}</li></ol>'
 
 
-def _beside(words: str, links: list[str], attributes: str = "") -> str:
-    return f"<p{attributes}>{words}: {', '.join(links)}</p>" if links else ""
+def _beside(name: str, links: list[str], attributes: str = "") -> str:
+    shown = say(name, links=say("page.comma").join(links))
+    return f"<p{attributes}>{shown}</p>" if links else ""

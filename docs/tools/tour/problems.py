@@ -1,17 +1,21 @@
 """Worked problems: three for each page of the tour, from docs/problems, with folded solutions.
 
-Called by: `macros`, tests/docs. Calls: `places`. A file has the name of its page. It holds, for
-each problem, the question, and below it `??? question "Solution"` with the solution, indented.
+Called by: `macros`, tests/docs. Calls: `places`, `page_words`. A file has the name of its page. It
+holds, for each problem, the question, and below it `??? question "Solution"` with the solution,
+indented. Problems in Chinese are in docs/zh/problems: below the front matter that says which text they
+were made from; "Solution" is said in Chinese there.
 """
 
 import re
 from typing import NamedTuple
 
+from source.page_words import DEFAULT, own_anchor, say, spoken, translated
 from source.places import DOCS
 
-PROBLEMS = DOCS / "problems"
-HEAD = '??? question "Solution"'
-PROBLEM = re.compile(rf"(.+?)\n\n{re.escape(HEAD)}\n((?:    [^\n]*\n|\n)+)", re.DOTALL)
+PROBLEM = r"(.+?)\n\n\?\?\? question \"{head}\"\n((?:    [^\n]*\n|\n)+)"
+HEADS = {DEFAULT: "Solution"}
+"""What a solution is called; in another language by any word."""
+FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
 class Problem(NamedTuple):
@@ -21,27 +25,30 @@ class Problem(NamedTuple):
     solution: str
 
 
-def read_problems(stem: str) -> list[Problem]:
+def read_problems(stem: str, language: str = DEFAULT) -> list[Problem]:
     """The problems of the page with this name; [] if it has none.
 
     Raises ValueError for a file that has anything but questions and their solutions.
     """
-    path = PROBLEMS / f"{stem}.md"
+    page = translated(f"problems/{stem}.md", language)
+    path = DOCS / page
     if not path.exists():
         return []
-    text = path.read_text()
-    left = PROBLEM.sub("", text).strip()
+    text = FRONT_MATTER.sub("", path.read_text())
+    pattern = re.compile(PROBLEM.format(head=HEADS.get(language, r'[^"\n]+')), re.DOTALL)
+    left = pattern.sub("", text).strip()
     if left:
-        raise ValueError(f"docs/problems/{path.name}: no solution follows {left[:60]!r}")
-    return [Problem(question.strip(), solution) for question, solution in PROBLEM.findall(text)]
+        raise ValueError(f"docs/{page}: no solution follows {left[:60]!r}")
+    return [Problem(question.strip(), solution) for question, solution in pattern.findall(text)]
 
 
 def problems_of(stem: str) -> str:
     """The section that ends the page; "" if it has no problems. Macros are still to be filled in."""
     parts = [
-        f"**Problem {number}.** {problem.question}\n\n"
-        f'??? question "Solution of problem {number}"\n{problem.solution.rstrip()}\n'
-        for number, problem in enumerate(read_problems(stem), 1)
+        f"**{say('page.problem', number=number)}** {problem.question}\n\n"
+        f'??? question "{say("page.solution", number=number)}"\n{problem.solution.rstrip()}\n'
+        for number, problem in enumerate(read_problems(stem, spoken()), 1)
     ]
     # What explains should be found, not the exercises on it.
-    return "\n".join(["\n## Problems { data-search-exclude }\n", *parts]) if parts else ""
+    head = f"\n## {say('page.problems')} {{ {own_anchor('problems')}data-search-exclude }}\n"
+    return "\n".join([head, *parts]) if parts else ""

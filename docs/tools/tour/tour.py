@@ -5,7 +5,7 @@ minutes. Calls: `quotes`, for the code that a page shows; `spine`.
 
 A page takes as long as its words, its lines of code (folded ones too: a reader may open them), its
 pictures and its player; docs/tour.toml has the speeds. Questions count, their answers too; worked
-problems do not.
+problems do not. A page in another language takes as long as the English one.
 """
 
 import re
@@ -16,6 +16,7 @@ from math import ceil
 from typing import NamedTuple
 
 from source.package import Package, Place
+from source.page_words import DEFAULT, bare, is_there, say, spoken, translated
 from source.places import DOCS
 from source.quotes import read_quote
 from source.spine import lines_per_minute, read_spine
@@ -45,15 +46,51 @@ class Page(NamedTuple):
     @property
     def title(self) -> str:
         """Of its first heading, with code in backticks; of its head, if the heading has a macro."""
-        heading = re.search(r"^# (.+)$", self.text, re.MULTILINE)[1]
-        return (
-            re.search(r"^title: (.+)$", self.text, re.MULTILINE)[1] if "{{" in heading else heading
-        )
+        return _title_in(self.text)
+
+    @property
+    def is_spoken(self) -> bool:
+        """Whether it is there in the language of the page that is being made."""
+        return spoken() == DEFAULT or is_there(self.own_file)
+
+    @property
+    def own_file(self) -> str:
+        """In the language of the page that is being made, below docs/; it may be missing."""
+        return translated(f"tour/{self.page}.md", spoken())
+
+    @property
+    def own_title(self) -> str:
+        """In that language, if the page is there, else the English one."""
+        return _title_in((DOCS / self.own_file).read_text()) if self.is_spoken else self.title
+
+    def own_way(self, ending: str) -> str:
+        """To it from another page of the tour: to that in the same language, if it is there."""
+        above = "" if self.is_spoken else "../../tour/"
+        return f"{above}{self.page}.{ending}"
+
+    @property
+    def own_why_next(self) -> str:
+        """In that language, if it is there, else the English one."""
+        return read_why_next(spoken()).get(self.page, self.why_next)
 
     @property
     def question(self) -> str:
         """What the page answers."""
         return re.search(r'class="mm-question"[^>]*>(.+?)</div>', self.text, re.DOTALL)[1].strip()
+
+
+def _title_in(text: str) -> str:
+    heading = re.search(r"^# (.+)$", text, re.MULTILINE)[1]
+    if "{{" in heading:
+        return re.search(r"^title: (.+)$", text, re.MULTILINE)[1]
+    return re.sub(r" *\{[^{}]*\}$", "", heading)
+
+
+@cache
+def read_why_next(language: str) -> dict[str, str]:
+    """Page -> why the next one comes next, in another language; English is in docs/tour.toml."""
+    path = DOCS / language / "tour_why_next.toml"
+    return tomllib.loads(path.read_text()) if path.exists() else {}
 
 
 class Route(NamedTuple):
@@ -106,8 +143,14 @@ def _list() -> dict:
 
 
 def page_of(docs_path: str) -> Page | None:
-    """The page whose file is `tour/NAME.md`; None for any other file."""
-    return next((page for page in read_tour() if docs_path == f"tour/{page.page}.md"), None)
+    """The page whose file is `tour/NAME.md`, in any language; None for any other file."""
+    english = bare(docs_path)
+    return next((page for page in read_tour() if english == f"tour/{page.page}.md"), None)
+
+
+def page_named(name: str) -> Page:
+    """The page with this file name, without the ending."""
+    return next(page for page in read_tour() if page.page == name)
 
 
 def page_after(page: Page) -> Page | None:
@@ -219,12 +262,10 @@ def time_words(minutes: int) -> str:
     ('58 minutes', '1 hour', '3 hours 25 minutes')
     """
     hours, rest = divmod(minutes, 60)
-    parts = [
-        f"{number} {unit}{'s' * (number != 1)}"
-        for number, unit in ((hours, "hour"), (rest, "minute"))
-        if number
-    ]
-    return " ".join(parts) or "0 minutes"
+    parts = [say("page.hours", n=hours)] if hours else []
+    if rest or not hours:
+        parts.append(say("page.minutes", n=rest))
+    return " ".join(parts)
 
 
 def report(package: Package) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from source.package import Package
+from source.page_words import DEFAULT, say, spoken
 from source.spine import lines_per_minute, read_spine, spine_hours
 from source.stash import Stash
 from tour.chain_map import strip_html
@@ -42,10 +43,13 @@ def framed(docs_path: str, text: str) -> str:
 
 def here(package: Package, page: Page, stash: Stash) -> str:
     """The strip, and how far the reader is."""
-    how_far = (
-        f'<p class="mm-how-far" data-search-exclude>Page {page.number} of {len(read_tour())} · '
-        f"{minutes_of(page, package)} minutes</p>"
+    words = say(
+        "page.how-far",
+        number=page.number,
+        all=len(read_tour()),
+        minutes=minutes_of(page, package),
     )
+    how_far = f'<p class="mm-how-far" data-search-exclude>{words}</p>'
     return stash.put(
         f'<div class="mm-here">{strip_html(package, f"tour/{page.page}.md")}{how_far}</div>'
     )
@@ -55,13 +59,24 @@ def why_next(package: Package, page: Page) -> str:
     """The page's last paragraph: which page follows, and why."""
     following = page_after(page)
     if following is None:
-        link = f"**Next: [the spine](../source/index.md#the-spine)**, about {spine_hours()} hours."
+        spine = f"[{say('page.the-spine')}]({to_root()}source/index.md#the-spine)"
+        link = say("page.next.hours", link=spine, hours=spine_hours())
     else:
-        title, minutes = following.title, minutes_of(following, package)
-        link = f"**Next: [{title}]({following.page}.md)**, {minutes} minutes."
+        link = say("page.next", link=_link_to(following), minutes=minutes_of(following, package))
         if following.aside:
             link = f"{_way_round(following)}\n\n{link}"
-    return f'<div class="mm-next" markdown="1">\n\n{page.why_next}\n\n{link}\n\n</div>\n'
+    return f'<div class="mm-next" markdown="1">\n\n{page.own_why_next}\n\n{link}\n\n</div>\n'
+
+
+def _link_to(page: Page) -> str:
+    """Its title, and that it is in English, if it is not in the language of the page before it."""
+    note = "" if page.is_spoken else say("page.in-english")
+    return f"[{page.own_title}]({page.own_way('md')}){note}"
+
+
+def to_root() -> str:
+    """From a page of the tour to the site's root."""
+    return "../" if spoken() == DEFAULT else "../../"
 
 
 def _way_round(aside: Page) -> str:
@@ -69,9 +84,7 @@ def _way_round(aside: Page) -> str:
     goes_on = aside
     while goes_on.aside:
         goes_on = page_after(goes_on)
-    number = goes_on.number - aside.number
-    what = "next page" if number == 1 else f"next {number} pages"
-    return f"If you leave out the {what}, go on with [{goes_on.title}]({goes_on.page}.md)."
+    return say("page.way-round", n=goes_on.number - aside.number, link=_link_to(goes_on))
 
 
 def tour_nav() -> list:
@@ -132,7 +145,7 @@ def _pages_table(pages: Sequence[Page], package: Package, is_first: bool) -> str
     rows = ["| | page | minutes |", "|--:|---|--:|"]
     for page in pages:
         minutes = minutes_of(page, package)
-        shown = f"[{page.title}]({page.page}.md)<br>{page.question}"
+        shown = f"[{page.title}]({page.own_way('md')})<br>{page.question}"
         rows.append(f"| {page.number} | {shown} | {minutes} |")
     rows.append(f"| | {'sum' if is_first else 'sum of these'} | {_sum(pages, package)} |")
     return '<div class="mm-paths" markdown="1">\n\n' + "\n".join(rows) + "\n\n</div>\n"
@@ -146,7 +159,7 @@ def _spine_table() -> str:
     rows = ["| files | in the spine | minutes |", "|--:|---|--:|"]
     for section, found in groupby(read_spine(), key=lambda link: link.section):
         links = list(found)
-        first = f"[{section}](../source/{links[0].module}.md)"
+        first = f"[{section}]({to_root()}source/{links[0].module}.md)"
         rows.append(f"| {len(links)} | {first} | {sum(link.minutes for link in links)} |")
     every = read_spine()
     rows.append(f"| {len(every)} | sum of these | {sum(link.minutes for link in every)} |")
