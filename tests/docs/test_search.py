@@ -66,8 +66,8 @@ FIRST = {
     "resume differs": "symptoms/resume",
     "grad norm spikes": "symptoms/gradient-norm",
     "slow": "symptoms/slow",
-    "流水线": "tour/one-f-one-b",
-    "流水线并行 气泡": "tour/one-f-one-b",
+    "流水线": "zh/tour/one-f-one-b",
+    "流水线并行 气泡": "zh/tour/one-f-one-b",
     "分布式优化器": "tour/distributed-optimizer",
     "死锁": "symptoms/hang",
 }

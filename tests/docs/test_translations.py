@@ -41,7 +41,7 @@ def test_a_page_says_its_language_and_leads_to_the_others(site: Path):
     assert '<html lang="en"' in english and '<html lang="zh"' in chinese
     assert 'href="zh/walkthroughs.html" hreflang="zh" lang="zh">中文</a>' in english
     assert 'href="../walkthroughs.html" hreflang="en" lang="en">English</a>' in chinese
-    assert 'class="mm-languages"' not in (site / "glossary.html").read_text()
+    assert 'class="mm-languages"' not in (site / "formulas.html").read_text()
 
 
 def test_no_page_is_of_an_older_text():

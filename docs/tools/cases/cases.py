@@ -44,14 +44,7 @@ from cases.memory_cases import (  # noqa: F401  for pages
     state_table,
     state_words,
 )
-from cases.page_counts import (  # noqa: F401  for pages
-    default_of,
-    num_asides,
-    num_exam_drawn,
-    num_exam_questions,
-    num_hour_pages,
-    num_tour_pages,
-)
+from cases.page_counts import *  # noqa: F403  for pages
 from cases.short_warmup import both_warmups, makespan
 from minimegatron.core.optimizer import OptimizerConfig, _get_grad_scaler
 from minimegatron.core.orders.send_limits import get_interleaved_send_limits

@@ -5,6 +5,7 @@ planner's formula, `pictures`.
 """
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 from cases.case_words import table
@@ -58,6 +59,19 @@ def by_formula(run: str) -> float:
         mask_bytes=how["mask_bytes"],
     )
     return float(found) / unit()
+
+
+def with_masks(mask_bytes: int) -> str:
+    """What a layer keeps, with dropout masks of so many bytes per element: in s b h."""
+    sizes = record()["sizes"]
+    names = ("seq_length", "micro_batch_size", "hidden_size", "num_attention_heads")
+    found = activation_bytes_per_layer(*(sizes[n] for n in names), mask_bytes=mask_bytes)
+    return number_words(Fraction(found, unit()))
+
+
+def not_cut() -> str:
+    """What tensor parallelism does not divide, from both measured layers: in s b h."""
+    return f"{round(2 * kept('t = 2') - kept('as it is')):g}"
 
 
 def error(run: str) -> float:

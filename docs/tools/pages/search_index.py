@@ -29,7 +29,7 @@ BEHIND_AN_EXERCISE = re.compile(r"\.exercises\.catalog\.\w+\.(?!stub\.)\w+\.html
 """What students are asked to write, and what checks it: not found before they look for it."""
 SAME = 0
 """In place of an anchor that is the title."""
-MAX_TEXT = {"source": 50, "reference": 0, "rosetta": 400, "notebooks": 700, "exercises": 900}
+MAX_TEXT = {"source": 50, "reference": 0, "rosetta": 400, "notebooks": 600, "exercises": 750}
 MAX_TEXT |= {"walkthroughs": 1500, "zh": 1000, "benchmarks": 900}
 """Characters of a section's text that are kept; of other kinds, all."""
 WHOLE = {"names-in-older-texts"}
