@@ -51,6 +51,7 @@ from cases.page_counts import (  # noqa: F401  for pages
     num_exam_questions,
     num_hour_pages,
     num_tour_pages,
+    spine_sentence,
 )
 from cases.short_warmup import both_warmups, makespan
 from minimegatron.core.optimizer import OptimizerConfig, _get_grad_scaler
@@ -79,8 +80,8 @@ from minimegatron.planner.render_svg import render_svg
 from minimegatron.planner.simulator import Costs, Simulation, simulate
 from minimegatron.planner.stage import PlanConfig, Stage
 from pictures import pictures
+from pictures.own_words import in_own_words
 from source.page_words import say
-from source.spine import spine_files, spine_hours, spine_lines
 
 # -- Schedules --
 
@@ -108,7 +109,7 @@ def step(
 def timeline(*args: object, critical: bool = False, **kwargs: object) -> str:
     """The step as a picture."""
     svg = render_svg(step(*args, **kwargs), critical)
-    return f'<div class="mm-timeline">{pictures.without_style(svg)}</div>'
+    return f'<div class="mm-timeline">{in_own_words(pictures.without_style(svg))}</div>'
 
 
 def one_at_a_time(stage: Stage) -> Iterator[Action]:
@@ -522,11 +523,6 @@ def norm_case() -> str:
 
 def num_exercises() -> int:
     return len(exercises())
-
-
-def spine_sentence() -> str:
-    """How many files there are to read first, and how long that takes."""
-    return say("page.spine", files=spine_files(), lines=spine_lines(), hours=spine_hours())
 
 
 def submission_limits() -> str:
