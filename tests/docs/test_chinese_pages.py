@@ -363,6 +363,44 @@ def test_widgets_speak_chinese(browser, address, site, way):
             assert said == form.replace("{time}", "1")
 
 
+def recorded_texts() -> list[str]:
+    """Each sentence that a replay shows as it was recorded."""
+    found = []
+    for path in sorted((DOCS / "recordings").glob("*.json")):
+        data = json.loads(path.read_text())
+        found += [data["title"], *data["words"]]
+        for step in data["steps"]:
+            found += [step["label"], step["paced"]]
+            found += [figure[key] for figure in step["figures"] for key in figure if key != "bad"]
+            found += [message["x"] for message in step["messages"]]
+            found += [gap["x"] for rank in step["ranks"] for gap in rank["gaps"]]
+    pretty = (("->", "→"), ("<-", "←"), (" x ", " × "))
+    for before, after in pretty:
+        found = [text.replace(before, after) for text in found]
+    return sorted(set(found))
+
+
+def test_what_was_recorded_is_said_in_the_language_of_the_page(browser, address):
+    texts = recorded_texts()
+    numbers = re.compile(r"|\[.*|[\d.+−-]+ (?:%|ms)|\(p - 1\)/\(Mv? \+ p - 1\) = [\d.]+ %")
+    with Watched(browser, (address,)) as watched:
+        page = watched.page
+        for url in ("tour/whole-step.html", "zh/tour/whole-step.html"):
+            if url.startswith("zh/") and url.replace(".html", ".md") not in PAGES:
+                continue
+            page.goto(address + url)
+            page.locator(".mm-replay[data-ready]").wait_for()
+            said = page.evaluate("texts => texts.map(MM.recorded)", texts)
+            shorter = page.evaluate("texts => texts.map(MM.withoutZeros).map(MM.recorded)", texts)
+            if not url.startswith("zh/"):
+                assert said == texts
+                continue
+            for before, *after in zip(texts, said, shorter, strict=True):
+                assert all(map(HAN.search, after)) or numbers.fullmatch(before), before
+                left = set(re.findall(r"\b[a-z]{4,}", " ".join(after)))
+                assert numbers.fullmatch(before) or left <= {"rank", "ring"}, before
+
+
 def test_what_search_says_on_a_chinese_page(browser, address):
     chinese = strings.read_strings("zh")
     with Watched(browser, (address,)) as watched:
