@@ -55,7 +55,7 @@
     const files = ["elements.js", "engine.js", "painters.js", "draw.js", "timeline.js", "inspector.js", "follow.js", "links.js"];
     if (!MM.say) files.unshift("words.js", "say.js", "address.js"); // a page of the site has them already
     if (players) files.push("orders.js", "model.js", "explain.js", "controls.js", "figures.js", "player_state.js", "schedule_player.js");
-    if (replays) files.push("recorded_model.js", "recorded_explain.js", "replay.js");
+    if (replays) files.push("recorded_words.js", "recorded_model.js", "recorded_explain.js", "replay.js");
     await Promise.all([addStyle(), ...files.map((name) => MM.load(`javascripts/${name}`))]);
     MM.links = await MM.engine.unpack(MM.packed.links);
     if (players) MM.orders = await MM.engine.unpack(MM.packed.orders);

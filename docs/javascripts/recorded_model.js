@@ -55,7 +55,7 @@
         this.ids.set(event.id, { rank, event });
       }
       for (const gap of owner.gaps) {
-        gap.words = MM.withoutZeros(gap.x);
+        gap.words = MM.recorded(MM.withoutZeros(gap.x));
         const next = gap.b === null || gap.b === undefined ? null : this.byIndex[rank].get(gap.b);
         gap.id = next ? `${rank}:idle-before-${next.id.slice(next.id.indexOf(":") + 1)}` : `${rank}:idle-at-the-end`;
         this.ids.set(gap.id, { rank, gap });
@@ -65,7 +65,7 @@
     named(m) {
       const isGradient = m.x.startsWith("gradient"), maker = this.byIndex[m.a[0]].get(m.d);
       const part = maker && partsOf(maker).find(({ k }) => (k === "forward") !== isGradient);
-      return { ...m, id: `${m.a[0]}>${m.b[0]}:${isGradient ? "B" : "F"}${part ? this.unit(part).slice(1) : "?"}`, mb: part?.m, isGradient };
+      return { ...m, x: MM.recorded(m.x), id: `${m.a[0]}>${m.b[0]}:${isGradient ? "B" : "F"}${part ? this.unit(part).slice(1) : "?"}`, mb: part?.m, isGradient };
     }
 
     isWork(event) {

@@ -20,7 +20,7 @@
   async function load(name) {
     await MM.load(`recordings/${name}.js`);
     const data = await MM.engine.unpack(MM.packed[`recording ${name}`]);
-    data.words = data.words.map(pretty);
+    data.words = data.words.map((words) => MM.recorded(pretty(words)));
     return data;
   }
 
@@ -53,7 +53,7 @@
 
     build() {
       this.names = make("select", { onchange: () => this.open(this.names.value) },
-        ...Object.entries(MM.links.recordings).map(([name, title]) => make("option", { value: name }, title)));
+        ...Object.entries(MM.links.recordings).map(([name, title]) => make("option", { value: name }, MM.recorded(title))));
       this.steps = make("select", { onchange: () => this.openStep(Number(this.steps.value)) });
       this.stepsField = MM.field(say("replay.pipeline"), this.steps);
       this.grain = make("select", { onchange: () => this.list() },
@@ -100,7 +100,7 @@
       if (this.name !== name) return; // another one has been asked for meanwhile
       this.data = data;
       this.names.value = name;
-      this.steps.replaceChildren(...this.data.steps.map((step, number) => make("option", { value: number }, step.label)));
+      this.steps.replaceChildren(...this.data.steps.map((step, number) => make("option", { value: number }, MM.recorded(step.label))));
       this.stepsField.hidden = this.data.steps.length < 2;
       this.showSource();
       const number = asked.pipeline ?? 0, last = this.data.steps.length - 1;
@@ -115,10 +115,10 @@
       this.step = this.data.steps[number];
       this.scene = new MM.RecordedScene(this.data, this.step, MM.links.kinds);
       Object.assign(this.timeline.marks, { t: null, chosen: null, lines: [], paths: null });
-      this.badge.replaceChildren(...(this.step.paced ? [make("span", { class: "mmp-badge" }, this.step.paced)] : []));
+      this.badge.replaceChildren(...(this.step.paced ? [make("span", { class: "mmp-badge" }, MM.recorded(this.step.paced))] : []));
       this.badge.hidden = !this.step.paced;
-      this.printed.textContent = this.data.title;
-      MM.figures(this.figures, this.step.figures.map(({ label, value, remark, bad }) => [label, value, MM.words.minus(remark), bad]));
+      this.printed.textContent = MM.recorded(this.data.title);
+      MM.figures(this.figures, this.step.figures.map(({ label, value, remark, bad }) => [MM.recorded(label), MM.recorded(value), MM.words.minus(MM.recorded(remark)), bad]));
       this.list();
       this.timeline.set(this.view(), this.scene.shades);
       this.showLegend();

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from pages import search_index
+from source import page_words
 from tests.docs.conftest import ROOT, Watched
 from tests.figures import figure, slowness
 
@@ -119,9 +120,16 @@ def answers(browser, address) -> dict[str, list[str]]:
         return {query: [href for href, *_ in ask(page, query)] for query in asked}
 
 
+def in_language_of(query: str, page: str) -> str:
+    """The page in Chinese where a query in Chinese has one."""
+    is_chinese = page_words.HAN.search(query) and page_words.is_there(f"zh/{page}.md")
+    return f"zh/{page}" if is_chinese else page
+
+
 def test_g_search_leads_to_the_page_that_explains(answers, address):
     wrong = []
-    for query, expected in FIRST.items():
+    for query, page in FIRST.items():
+        expected = in_language_of(query, page)
         found = [href.removeprefix(address) for href in answers[query][:3]]
         has_hang = any(href.startswith("symptoms/hang") for href in found)
         if not found[0].startswith(f"{expected}.html") or has_hang != (expected == "symptoms/hang"):
@@ -137,6 +145,19 @@ def test_g_search_ranks_tour_practice_glossary_source(answers):
         assert places == sorted(places), f"{query}: {kinds}"
         if query in WITH_ALL:
             assert places == [0, 1, 2, 3], f"{query}: {kinds}"
+
+
+def test_an_english_query_shows_no_chinese_page_before_the_english_one(answers, address):
+    for query, found in answers.items():
+        urls = [href.removeprefix(address).partition("#")[0] for href in found]
+        for place, url in enumerate(urls):
+            english = url.removeprefix("zh/")
+            if url == english:
+                continue
+            if page_words.HAN.search(query):
+                assert english not in urls[:place], f"{query}: {url} comes after {english}"
+            else:
+                assert not [other for other in urls[place:] if not other.startswith("zh/")], query
 
 
 def test_g_a_query_without_a_hit_says_so(browser, address):

@@ -47,6 +47,17 @@ def test_no_script_has_words_of_its_own():
         assert not found, f"{path.name}: {found}; put them into docs/strings/en.json"
 
 
+def test_another_language_lacks_no_name(strings):
+    """Each text of docs/strings/en.json is there, with the same places to fill in."""
+    from player import strings as tool
+
+    for path in sorted((ROOT / "docs" / "strings").glob("*.json")):
+        if path.stem != tool.DEFAULT:
+            own = json.loads(path.read_text())
+            assert not (missing := sorted(strings.keys() - own.keys())), f"{path.name}: {missing}"
+            tool.read_strings(path.stem)
+
+
 def test_places_to_fill_in(strings, tmp_path: Path):
     """Another language may leave texts out, but fills in what the English one does."""
     from player import strings as tool

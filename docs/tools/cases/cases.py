@@ -72,8 +72,8 @@ from minimegatron.planner.render_svg import render_svg
 from minimegatron.planner.simulator import Costs, Simulation, simulate
 from minimegatron.planner.stage import PlanConfig, Stage
 from pictures import pictures
+from pictures.own_words import in_own_words
 from source.page_words import say
-from source.spine import spine_files, spine_hours, spine_lines
 
 # -- Schedules --
 
@@ -101,7 +101,7 @@ def step(
 def timeline(*args: object, critical: bool = False, **kwargs: object) -> str:
     """The step as a picture."""
     svg = render_svg(step(*args, **kwargs), critical)
-    return f'<div class="mm-timeline">{pictures.without_style(svg)}</div>'
+    return f'<div class="mm-timeline">{in_own_words(pictures.without_style(svg))}</div>'
 
 
 def one_at_a_time(stage: Stage) -> Iterator[Action]:
@@ -515,11 +515,6 @@ def norm_case() -> str:
 
 def num_exercises() -> int:
     return len(exercises())
-
-
-def spine_sentence() -> str:
-    """How many files there are to read first, and how long that takes."""
-    return say("page.spine", files=spine_files(), lines=spine_lines(), hours=spine_hours())
 
 
 def submission_limits() -> str:

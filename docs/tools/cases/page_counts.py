@@ -1,8 +1,13 @@
-"""Numbers of pages and questions, and defaults, for macros. Called by: `cases`. Calls: `tour`."""
+"""Numbers of pages, files and questions, and defaults, for macros.
+
+Called by: `cases`. Calls: `tour`, `spine`.
+"""
 
 import tomllib
 
 from minimegatron.core.optimizer import OptimizerConfig
+from source.page_words import say
+from source.spine import spine_files, spine_hours, spine_lines
 from tour.exam_page import NUM_DRAWN, QUESTIONS
 from tour.tour import pages_of, read_routes, read_tour
 
@@ -20,6 +25,11 @@ def num_hour_pages() -> int:
 def num_asides() -> int:
     """Pages that the longest path alone has."""
     return sum(page.aside for page in read_tour())
+
+
+def spine_sentence() -> str:
+    """How many files there are to read first, and how long that takes."""
+    return say("page.spine", files=spine_files(), lines=spine_lines(), hours=spine_hours())
 
 
 def num_exam_questions() -> int:

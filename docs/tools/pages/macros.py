@@ -341,8 +341,8 @@ class Macros:
         if not items:
             return ""
         anchor = f" {{ {own_anchor('do-it-yourself')}}}" if own_anchor("") else ""
-        head = f"## {say('page.do-it-yourself')}{anchor}"
-        return f"{head}\n\n{about}\n\n" + "\n".join(items) + "\n"
+        head = say("page.do-it-yourself")
+        return f"## {head}{anchor}\n\n{about}\n\n" + "\n".join(items) + "\n"
 
 
 def names_of_cases() -> dict[str, object]:

@@ -29,5 +29,7 @@ def clone_lines(url: str) -> str:
 def repository_link(url: str, up: str) -> str:
     """As Markdown, seen from a page that `up` leads to the root of."""
     if url:
-        return f"[{say('page.repository')}]({url})"
-    return f"[{say('page.about-the-repository')}]({up}contributing.md)"
+        words = say("page.repository")
+        return f"[{words}]({url})"
+    words = say("page.about-the-repository")
+    return f"[{words}]({up}contributing.md)"

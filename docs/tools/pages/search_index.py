@@ -29,9 +29,11 @@ BEHIND_AN_EXERCISE = re.compile(r"\.exercises\.catalog\.\w+\.(?!stub\.)\w+\.html
 """What students are asked to write, and what checks it: not found before they look for it."""
 SAME = 0
 """In place of an anchor that is the title."""
-MAX_TEXT = {"source": 50, "reference": 0, "rosetta": 400, "notebooks": 600, "exercises": 750}
-MAX_TEXT |= {"walkthroughs": 1500, "zh": 1000, "benchmarks": 900}
+MAX_TEXT = {"source": 50, "reference": 0, "rosetta": 400, "notebooks": 650, "exercises": 800}
+MAX_TEXT |= {"walkthroughs": 1500, "benchmarks": 900}
 """Characters of a section's text that are kept; of other kinds, all."""
+MAX_TRANSLATED, MAX_OF_TERM = 100, 24
+"""Of a page in another language, and of an entry of its glossary: the English page is found too."""
 WHOLE = {"names-in-older-texts"}
 """Sections that are kept whole: no other page has these names."""
 LESSONS = ("tour", "symptoms")
@@ -77,7 +79,9 @@ def pages(docs: Iterable[dict], site: Path) -> Iterator[dict]:
     for url, sections in by_page.items():
         kind, language = kind_of(url), language_of(url)
         title, where = title_of(kind, plain(sections[0]["title"]))
-        most = MAX_TEXT.get(kind if language == DEFAULT else language)
+        most = MAX_TEXT.get(kind)
+        if language != DEFAULT:
+            most = MAX_OF_TERM if kind == "glossary" else MAX_TRANSLATED
         found = list(_sections(kind, title, sections, most))
         page = {"url": url, "title": title, "kind": kind, "sections": found}
         if where:

@@ -73,7 +73,7 @@ def spoken() -> str:
     return _language.get()
 
 
-def say(name: str, **values: object) -> str:
+def say(name: str, /, **values: object) -> str:
     """The words of this name, filled in. Of plural forms, the one for the value called `n`.
 
     >>> say("page.minutes", n=1), say("page.minutes", n=2)

@@ -13,8 +13,8 @@ from source.package import Package
 from source.page_words import DEFAULT, say, spoken
 from tour.tour import Call, Page, page_named, page_of, place_of, read_chain, read_tour
 
-WORDS = {"your", "with", "chunks"}
-"""The words in a link's name that are not code."""
+WORDS = {"your (.+)": "page.link.your", "(.+), with chunks": "page.link.chunks"}
+"""Names of links that are not code alone."""
 
 
 def children_of(name: str | None) -> list[Call]:
@@ -39,14 +39,16 @@ def name_html(call: Call) -> str:
     >>> name_html(Call("your loss", "", "")), name_html(Call("f_b, with chunks", "", ""))
     ('your <code>loss</code>', '<code>f_<wbr>b</code>, with chunks')
     """
-    words = []
-    for word in call.name.split(" "):
-        name = word.rstrip(",")
-        is_code = name not in WORDS
-        # A long name may break after an underscore or a dot.
-        shown = re.sub(r"(?<=\w[._])(?=\w)", "<wbr>", escape(name))
-        words.append((f"<code>{shown}</code>" if is_code else name) + word[len(name) :])
-    return " ".join(words)
+    for pattern, name in WORDS.items():
+        if found := re.fullmatch(pattern, call.name):
+            return say(name, name=_code(found[1]))
+    return _code(call.name)
+
+
+def _code(name: str) -> str:
+    # A long name may break after an underscore or a dot.
+    shown = re.sub(r"(?<=\w[._])(?=\w)", "<wbr>", escape(name))
+    return f"<code>{shown}</code>"
 
 
 # -- The map --

@@ -9,9 +9,10 @@ were made from; "Solution" is said in Chinese there.
 import re
 from typing import NamedTuple
 
-from source.page_words import DEFAULT, own_anchor, say, spoken, translated
+from source.page_words import DEFAULT, own_anchor, say, spoken
 from source.places import DOCS
 
+PROBLEMS = DOCS / "problems"
 PROBLEM = r"(.+?)\n\n\?\?\? question \"{head}\"\n((?:    [^\n]*\n|\n)+)"
 HEADS = {DEFAULT: "Solution"}
 """What a solution is called; in another language by any word."""
@@ -30,25 +31,30 @@ def read_problems(stem: str, language: str = DEFAULT) -> list[Problem]:
 
     Raises ValueError for a file that has anything but questions and their solutions.
     """
-    page = translated(f"problems/{stem}.md", language)
-    path = DOCS / page
+    folder = PROBLEMS if language == DEFAULT else DOCS / language / "problems"
+    path = folder / f"{stem}.md"
     if not path.exists():
         return []
     text = FRONT_MATTER.sub("", path.read_text())
     pattern = re.compile(PROBLEM.format(head=HEADS.get(language, r'[^"\n]+')), re.DOTALL)
     left = pattern.sub("", text).strip()
     if left:
-        raise ValueError(f"docs/{page}: no solution follows {left[:60]!r}")
+        way = "" if language == DEFAULT else f"{language}/"
+        raise ValueError(f"docs/{way}problems/{path.name}: no solution follows {left[:60]!r}")
     return [Problem(question.strip(), solution) for question, solution in pattern.findall(text)]
 
 
 def problems_of(stem: str) -> str:
     """The section that ends the page; "" if it has no problems. Macros are still to be filled in."""
-    parts = [
-        f"**{say('page.problem', number=number)}** {problem.question}\n\n"
-        f'??? question "{say("page.solution", number=number)}"\n{problem.solution.rstrip()}\n'
-        for number, problem in enumerate(read_problems(stem, spoken()), 1)
-    ]
+    parts = []
+    for number, problem in enumerate(read_problems(stem, spoken()), 1):
+        name = say("page.problem", number=number)
+        solution = say("page.solution", number=number)
+        parts.append(
+            f"**{name}** {problem.question}\n\n"
+            f'??? question "{solution}"\n{problem.solution.rstrip()}\n'
+        )
     # What explains should be found, not the exercises on it.
-    head = f"\n## {say('page.problems')} {{ {own_anchor('problems')}data-search-exclude }}\n"
+    title, anchor = say("page.problems"), own_anchor("problems")
+    head = f"\n## {title} {{ {anchor}data-search-exclude }}\n"
     return "\n".join([head, *parts]) if parts else ""

@@ -59,7 +59,8 @@ def why_next(package: Package, page: Page) -> str:
     """The page's last paragraph: which page follows, and why."""
     following = page_after(page)
     if following is None:
-        spine = f"[{say('page.the-spine')}]({to_root()}source/index.md#the-spine)"
+        words = say("page.the-spine")
+        spine = f"[{words}]({to_root()}source/index.md#the-spine)"
         link = say("page.next.hours", link=spine, hours=spine_hours())
     else:
         link = say("page.next", link=_link_to(following), minutes=minutes_of(following, package))
