@@ -57,6 +57,7 @@ LONGEST = (
     "training/test_pretrain_gpt",
     "exercises/test_labs",
     "docs/test_why",
+    "docs/test_chinese_pages",
     "backend/test_for_anybody",
     "test_failed_step",
     "training/test_bad_configs",

@@ -8,6 +8,8 @@
 (() => {
   const MM = (globalThis.MM ||= {});
   const say = (...words) => MM.say(...words);
+  // In the language of the page (recorded_words.js); as it was recorded where that is not loaded.
+  const recorded = (text) => MM.recorded?.(text) ?? text;
 
   MM.milliseconds = (us) => {
     const value = us / 1000, size = Math.abs(value);
@@ -55,7 +57,7 @@
         this.ids.set(event.id, { rank, event });
       }
       for (const gap of owner.gaps) {
-        gap.words = MM.recorded(MM.withoutZeros(gap.x));
+        gap.words = recorded(MM.withoutZeros(gap.x));
         const next = gap.b === null || gap.b === undefined ? null : this.byIndex[rank].get(gap.b);
         gap.id = next ? `${rank}:idle-before-${next.id.slice(next.id.indexOf(":") + 1)}` : `${rank}:idle-at-the-end`;
         this.ids.set(gap.id, { rank, gap });
@@ -65,7 +67,7 @@
     named(m) {
       const isGradient = m.x.startsWith("gradient"), maker = this.byIndex[m.a[0]].get(m.d);
       const part = maker && partsOf(maker).find(({ k }) => (k === "forward") !== isGradient);
-      return { ...m, x: MM.recorded(m.x), id: `${m.a[0]}>${m.b[0]}:${isGradient ? "B" : "F"}${part ? this.unit(part).slice(1) : "?"}`, mb: part?.m, isGradient };
+      return { ...m, x: recorded(m.x), id: `${m.a[0]}>${m.b[0]}:${isGradient ? "B" : "F"}${part ? this.unit(part).slice(1) : "?"}`, mb: part?.m, isGradient };
     }
 
     isWork(event) {
