@@ -74,12 +74,9 @@ def test_e_no_rank_has_two_chunks_of_a_gpt_that_read_data(p, v, monkeypatch):
 
 
 def test_a_file_that_is_not_problems_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(problems_module, "DOCS", tmp_path)
-    (tmp_path / "problems").mkdir()
+    monkeypatch.setattr(problems_module, "PROBLEMS", tmp_path)
     assert problems_module.problems_of("page") == ""
-    (tmp_path / "problems" / "page.md").write_text(
-        'M = 2?\n\n??? question "Solution"\n    4.\n\nM = 3?\n'
-    )
+    (tmp_path / "page.md").write_text('M = 2?\n\n??? question "Solution"\n    4.\n\nM = 3?\n')
     with pytest.raises(ValueError, match=r"no solution follows 'M = 3\?'"):
         problems_module.read_problems("page")
 
