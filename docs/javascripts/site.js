@@ -19,13 +19,14 @@ const scrollByKeys = () => {
 addEventListener("load", scrollByKeys);
 addEventListener("resize", scrollByKeys);
 
-// What is copied from a terminal's block is its commands: without the prompt, and without what they print.
-for (const block of document.querySelectorAll(".language-console.highlight")) {
+// What is copied from a terminal's block is its commands: without the prompt, and without what they print. The
+// theme's button takes `data-copy`, where there is one.
+for (const block of document.querySelectorAll(".highlight:has(.gp)")) {
   let isGoingOn = false;
   const lines = block.querySelector("code").textContent.split("\n").filter((line) => {
     const isCommand = line.startsWith("$ ") || isGoingOn;
     isGoingOn = isCommand && line.endsWith("\\");
     return isCommand;
   });
-  if (lines.length) block.dataset.copy = lines.map((line) => line.replace(/^\$ /, "")).join("\n");
+  block.dataset.copy = lines.map((line) => line.replace(/^\$ /, "")).join("\n");
 }

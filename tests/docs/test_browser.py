@@ -219,6 +219,35 @@ def test_a_name_leads_to_its_definition(opened):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "copied"),
+    [
+        ("tour/whole-step.html", "minimegatron plan --pp 4 --microbatches 8 --width 88"),
+        ("unrolled/index.html", None),
+        ("index.html", "make demo"),
+    ],
+)
+def test_what_is_copied_can_be_pasted(opened, name, copied):
+    """Of a terminal's block the commands: no prompt, nothing that they print, whole lines."""
+    with opened(name) as watched:
+        page = watched.page
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        code = page.locator(".highlight:has(.md-code__nav)").first
+        code.hover()
+        code.locator(".md-code__nav button").click()
+        page.wait_for_function("navigator.clipboard.readText().then((text) => text !== '')")
+        text = page.evaluate("navigator.clipboard.readText()")
+        assert "$" not in text
+        if copied is None:  # of several commands, each on its line, and one that goes on
+            assert [line.split()[0] for line in text.split("\n")] == [
+                "torchrun",
+                "--pipeline-model-parallel-size",
+                *["minimegatron"] * 3,
+            ]
+        else:
+            assert text == copied
+
+
 # -- Search, tables, answers --
 
 

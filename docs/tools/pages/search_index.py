@@ -86,9 +86,7 @@ def pages(docs: Iterable[dict], site: Path) -> Iterator[dict]:
         page = {"url": url, "title": title, "kind": kind, "sections": found}
         if where:
             page["where"] = where
-        if (
-            language != DEFAULT
-        ):  # what it explains, and names in its code, are those of the English page
+        if language != DEFAULT:  # the English page has what it explains, and the names in its code
             yield page | {"language": language}
             continue
         if url in explains:
