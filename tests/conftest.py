@@ -40,6 +40,7 @@ LONGEST = (
     "test_parity_experts",
     "docs/test_unrolled_pages",
     "docs/test_kept_page",
+    "docs/test_costs_page",
     "gpu/test_parts",
     "conformance/test_rosetta",
     "core/transformer/moe/test_unusual_runs",

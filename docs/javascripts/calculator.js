@@ -1,5 +1,5 @@
 "use strict";
-// The calculator on the page of formulas. The formulas are formulas.js, translated from the package's own.
+// The calculator on the page of costs. The formulas are formulas.js, translated from the package's own.
 
 (() => {
   const MM = globalThis.MM, { say } = MM, form = document.getElementById("mm-calculator");
@@ -10,6 +10,11 @@
     let unit = 0;
     for (; n >= 1024 && unit < UNITS.length - 1; unit += 1) n /= 1024;
     return `${+n.toPrecision(3)} ${UNITS[unit]}`;
+  };
+  const decimal = (n) => {
+    let unit = 0;
+    for (; n >= 1000 && unit < 4; unit += 1) n /= 1000;
+    return `${+n.toPrecision(3)} ${["bytes", "kB", "MB", "GB", "TB"][unit]}`;
   };
   const percent = (x) => `${(100 * x).toFixed(1)}%`;
   const large = (n) => n.toLocaleString("en", { maximumSignificantDigits: 3, notation: "compact" });
@@ -31,13 +36,15 @@
   }
 
   /** What must be divided without a rest: [the sizes in question, name, value, name, value]. */
-  function relations({ p, v, L, a, t, h, s, M, sp }) {
+  function relations({ p, v, L, a, t, h, s, c, d, e, E, M, sp }) {
     const chunks = v > 1 ? "p × v" : "p";
     return [
       [["L", "p", "v"], "L", L, chunks, p * v],
       [["a", "t"], "a", a, "t", t],
       [["h", "a"], "h", h, "a", a],
-      ...(sp ? [[["s", "t"], "s", s, "t", t]] : []),
+      ...(c > 1 ? [[["s", "c"], "s", s, "2 × c", 2 * c]] : []),
+      ...(sp ? [[["s", "t"], "s", s, c > 1 ? "c × t" : "t", c * t]] : []),
+      ...(E > 0 ? [[["E", "e"], "E", E, "e", e], [["d", "e"], "t × c × d", t * c * d, "e", e]] : []),
       ...(p > 1 && v > 1 ? [[["M", "p"], "M", M, "p", p]] : []),
     ];
   }
@@ -47,6 +54,8 @@
     for (const field of fields) if (faultOf(field)) found.set(faultOf(field), [field.name]);
     if (found.size) return found;
     for (const [names, one, value, other, by] of relations(x)) if (value % by) found.set(say("calculator.fault.rest", { one, value: value.toLocaleString("en"), other, by: by.toLocaleString("en") }), names);
+    if (x.E === 0 && x.e > 1) found.set(say("calculator.fault.experts", x), ["e"]);
+    if (x.E > 0 && x.k > x.E) found.set(say("calculator.fault.choice", x), ["k"]);
     if (x.p === 1 && x.v > 1) found.set(say("calculator.fault.chunks", x), ["v"]);
     if (!found.size && mfu(x) > 1) found.set(say("calculator.fault.peak", { ...x, mfu: percent(mfu(x)) }), ["rate", "peak"]);
     return found;
@@ -57,7 +66,10 @@
     return { ...x, sp: form.elements.sp.checked };
   }
 
-  const flopsOf = (x) => globalThis.MMFormulas.model_flops_per_token(x.h, x.s, x.L, x.V);
+  const flopsOf = (x) => {
+    const F = globalThis.MMFormulas;
+    return 3 * (x.L * (F.dense_flops(x) + F.expert_flops(x)) + 2 * x.h * x.V);
+  };
   const mfu = (x) => (x.rate * flopsOf(x)) / (x.peak * 1e12);
 
   function results(x) {
@@ -68,11 +80,12 @@
     };
     const [overIdeal, overTotal] = F.bubble_formulas(config);
     const messages = F.message_formula(config);
-    const layer = F.activation_bytes_per_layer(x.s, x.b, x.h, x.a, x.t, 1, sp, x.recompute);
-    const one = F.message_bytes(x.s, x.b, x.h, x.t, 1, sp);
-    const parameters = (x.L * F.num_layer_parameters(x.h)) / (x.t * x.p);
+    const layer = F.layer_activation_bytes(x, x.recompute);
+    const one = F.stage_bytes(x);
+    const parameters = F.dense_parameters(x, true) + F.expert_parameters(x);
     const whole = F.model_state_bytes(parameters, 2, 4).total;
-    const cut = F.model_state_bytes(parameters, 2, 4, x.d, true).total;
+    const step = F.step_seconds(x), layers = x.M * F.layers_of_rank(x), held = F.held_bytes(x), run = measuredRun(x);
+    const part = (seconds) => percent(seconds / step);
     return [
       ["total", percent(overTotal.value), overTotal.text],
       ["ideal", percent(overIdeal.value), overIdeal.text],
@@ -80,7 +93,12 @@
       ["message", bytes(one)],
       ["layer", bytes(layer)],
       ["states", bytes(whole)],
-      ["sharded", bytes(cut)],
+      ["sharded", bytes(F.state_bytes(x, true))],
+      ["held", decimal(held), say(held > x.memory * 1e9 ? "calculator.held.more" : "calculator.held.of", { share: percent(held / (x.memory * 1e9)), memory: x.memory })],
+      ...(run ? [["measured", decimal(run.measured), say("calculator.measured.of", { off: percent(held / run.measured - 1).replace("-", "−") })]] : []),
+      ["step", `${+step.toPrecision(3)} s`, say("calculator.step.of", { share: percent(F.useful_share(x)) })],
+      ["moved", part(layers * F.moving_seconds(x)), say("calculator.moved.of", { t: part(layers * F.tensor_seconds(x)), c: part(layers * F.context_seconds(x)), e: part(layers * F.expert_seconds(x)) })],
+      ["copies", part(F.copies_seconds(x))],
       ["flops", large(flopsOf(x))],
       ["mfu", percent(mfu(x))],
     ].map(([name, value, words]) => [say(`calculator.${name}`), value, words === "0" ? say("calculator.one") : words ?? say(`calculator.${name}.of`, x)]);
@@ -104,6 +122,27 @@
     }));
     return true;
   }
+
+  // -- Runs that were measured: one fills the fields in, and stands beside the estimate --
+
+  const runs = JSON.parse(form.querySelector(".mm-measured-runs").textContent), chosen = form.querySelector(".mm-measured");
+  const ofModel = ["L", "h", "a", "V", "s", "m", "E", "t", "p", "v", "c", "d", "e", "b", "M", "recompute", "sp"];
+  const ofExperts = ["k", "f"];
+
+  /** The run that has these sizes, but for those of the machine. */
+  function measuredRun(x) {
+    return Object.values(runs).find((run) => ofModel.every((name) => run[name] === x[name]) && (x.E === 0 || ofExperts.every((name) => run[name] === x[name])));
+  }
+
+  chosen.addEventListener("change", () => {
+    const run = runs[chosen.value];
+    if (!run) return;
+    for (const field of fields) {
+      if (field.type === "checkbox") field.checked = run[field.name];
+      else if (ofModel.includes(field.name) || (run.E > 0 && ofExperts.includes(field.name))) field.value = run[field.name];
+    }
+    form.dispatchEvent(new Event("input"));
+  });
 
   // -- Its part of the address: the fields that differ from what the page came with --
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "overlap": "records.overlap",
     "expert-loads": "records.expert_loads",
     "kept-bytes": "records.kept_bytes",
+    "rank-bytes": "records.rank_bytes",
     "entered-files": "records.entered_files",
     "megatron-core": "records.megatron_core",
     "megatron-files": "records.megatron_files",

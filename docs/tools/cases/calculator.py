@@ -1,17 +1,19 @@
 """The planner's formulas as JavaScript, translated from their source for the page's calculator.
 
-Called by: `site_pages`, `macros` (the form). Calls: `ast`. Only what those functions use is
+Called by: `site_pages`, `macros` (the form). Calls: `ast`, `choices`. Only what those functions use is
 translated: arithmetic, comparisons, assignments, conditions. Anything else ends the build, so the
 page cannot drift.
 """
 
 import ast
 import inspect
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 
-from cases import memory_cases
+from cases import choices, layout_costs, memory_cases
 from minimegatron.core.orders import orders
-from minimegatron.planner import formulas, memory
+from minimegatron.planner import context_costs, expert_memory, formulas, memory
 
 CONSTANTS = {
     name: repr(getattr(orders, name))
@@ -35,7 +37,18 @@ FUNCTIONS = [
     formulas.message_formula,
     memory_cases.layer_flops_per_token,
     memory_cases.model_flops_per_token,
+    context_costs.key_value_elements,
+    expert_memory.num_expert_layer_parameters,
+    expert_memory.expert_activation_bytes,
+    expert_memory.all_to_all_bytes,
+    *(
+        function
+        for function in vars(layout_costs).values()
+        if inspect.isfunction(function) and function.__module__ == layout_costs.__name__
+    ),
 ]
+OF_JAVASCRIPT = {"min": "Math.min", "max": "Math.max", "int": "Math.trunc"}
+RECORDS = ("Formula", "LayerParameters", "ModelStateBytes")
 
 
 def calculator_script() -> str:
@@ -46,6 +59,7 @@ def calculator_script() -> str:
         "const Formula = (text, value) => ({text, value});\n"
         "const ModelStateBytes = (weights, gradients, optimizer) =>\n"
         "  ({weights, gradients, optimizer, total: weights + gradients + optimizer});\n"
+        "const LayerParameters = (dense, experts) => ({dense, experts});\n"
         f"const MMFormulas = {{\n{functions}\n}};\n"
         "globalThis.MMFormulas = MMFormulas;\n"
     )
@@ -93,7 +107,7 @@ def _statement(node: ast.stmt, known: set[str]) -> str:
             sign = OPERATORS[type(node.op)]
             return f"{_expression(node.target)} {sign}= {_expression(node.value)};"
         case ast.If():
-            # Names that both branches give are wanted after them.
+            # Names that the branches or the condition give are wanted after them.
             new = sorted(_assigned(node) - known)
             known |= set(new)
             declared = f"let {', '.join(new)};\n" if new else ""
@@ -133,12 +147,15 @@ def _expression(node: ast.expr) -> str:
             return f"`{''.join(parts)}`"
         case ast.Name():
             return CONSTANTS.get(node.id, node.id)
+        case ast.NamedExpr(target=ast.Name()):
+            return f"({node.target.id} = {_expression(node.value)})"
         case ast.Attribute():
             return f"{_expression(node.value)}.{node.attr}"
         case ast.Tuple():
             return f"[{', '.join(map(_expression, node.elts))}]"
-        case ast.UnaryOp(op=ast.USub()):
-            return f"-{_expression(node.operand)}"
+        case ast.UnaryOp(op=ast.USub() | ast.Not()):
+            sign = "-" if isinstance(node.op, ast.USub) else "!"
+            return f"{sign}{_expression(node.operand)}"
         case ast.BinOp(op=ast.FloorDiv()):
             return f"Math.floor({_expression(node.left)} / {_expression(node.right)})"
         case ast.BinOp():
@@ -166,6 +183,7 @@ def _comparison(left: str, op: ast.cmpop, right: str) -> str:
         ast.Lt: "<",
         ast.Gt: ">",
         ast.GtE: ">=",
+        ast.LtE: "<=",
         ast.Is: "===",
     }
     return f"({left} {signs[type(op)]} {right})"
@@ -176,32 +194,51 @@ def _call(name: str, arguments: list[str]) -> str:
         return f"({' / '.join(arguments)})"
     if name == "_whole":
         return arguments[0]
-    if name in ("Formula", "ModelStateBytes"):
-        return f"{name}({', '.join(arguments)})"
+    if name in OF_JAVASCRIPT or name in RECORDS:
+        return f"{OF_JAVASCRIPT.get(name, name)}({', '.join(arguments)})"
     return f"MMFormulas.{name}({', '.join(arguments)})"
 
 
 # -- The form --
 
+ANY = "0.001"
+"""The least of a size that need not be whole."""
 MOST = 1_000_000
 """Of every size: more is a slip of the keys."""
-FIELDS = [
-    ("p", "stages p", 8),
-    ("M", "microbatches M", 64),
-    ("v", "chunks v", 1),
-    ("t", "tensor-parallel ranks t", 8),
-    ("d", "data-parallel ranks d", 8),
-    ("s", "sequence length s", 4096),
-    ("b", "micro-batch size b", 1),
-    ("h", "hidden size h", 8192),
-    ("a", "attention heads a", 64),
-    ("L", "layers L", 64),
-    ("V", "vocabulary V", 50304),
-    ("rate", "tokens per second and GPU", 1000),
-    ("peak", "peak of a GPU, 10¹² operations per second", 989),
-]
-FRACTIONS = ("rate", "peak")
-"""The fields that need not be whole."""
+GROUPS: dict[str, list[tuple[str, str, float, str]]] = {
+    "model": [
+        ("L", "layers L", 64, "1"),
+        ("h", "hidden size h", 8192, "1"),
+        ("a", "attention heads a", 64, "1"),
+        ("V", "vocabulary V", 50304, "1"),
+        ("s", "sequence length s", 4096, "1"),
+        ("m", "bytes of a dropout mask's element", 1, "0"),
+        ("E", "experts of a layer E", 0, "0"),
+        ("k", "experts of a token k", 2, "1"),
+        ("f", "width of an expert f", 2048, "1"),
+    ],
+    "cut": [
+        ("t", "tensor-parallel ranks t", 8, "1"),
+        ("p", "stages p", 8, "1"),
+        ("v", "chunks v", 1, "1"),
+        ("c", "context-parallel ranks c", 1, "1"),
+        ("d", "data-parallel ranks d", 8, "1"),
+        ("e", "expert-parallel ranks e", 1, "1"),
+        ("b", "micro-batch size b", 1, "1"),
+        ("M", "microbatches M", 64, "1"),
+    ],
+    "machine": [
+        ("peak", "peak of a GPU, 10¹² operations per second", 989, ANY),
+        ("share", "percent of it that computing reaches", 50, ANY),
+        ("reading", "bandwidth of its memory, 10⁹ bytes per second", 3350, ANY),
+        ("memory", "size of its memory, 10⁹ bytes", 80, ANY),
+        ("node", "GPUs of a node", 8, "1"),
+        ("inside", "within a node, 10⁹ bytes per second", 450, ANY),
+        ("between", "between nodes, 10⁹ bytes per second", 50, ANY),
+        ("rate", "tokens per second and GPU", 1000, ANY),
+    ],
+}
+"""Legend -> name, label, value, least."""
 
 
 def calculator_form(up: str = "") -> str:
@@ -209,20 +246,36 @@ def calculator_form(up: str = "") -> str:
 
     `up` leads from the page to the site's root.
     """
-    inputs = "".join(
-        f'<label>{label}<input type="number" name="{name}" min="{least}" max="{MOST}" '
-        f'step="{step}" value="{value}"></label>'
-        for name, label, value in FIELDS
-        for least, step in [("0.001", "any") if name in FRACTIONS else ("1", "1")]
-    )
-    options = "".join(f"<option>{word}</option>" for word in ("selective", "none", "full"))
+    groups = "".join(map(_group, GROUPS))
+    names = "".join(f"<option>{name}</option>" for name in choices.measured_runs())
+    runs = {
+        name: asdict(layout) | {"measured": measured}
+        for name, (layout, measured) in choices.measured_runs().items()
+    }
     return (
         '<form class="mm-calculator" id="mm-calculator" novalidate>'
-        f'<div class="mm-fields">{inputs}'
-        f'<label>recompute<select name="recompute">{options}</select></label>'
-        '<label class="mm-check"><input type="checkbox" name="sp" checked> sequence parallelism'
-        '</label></div><p class="mm-calculator-said" role="status"></p>'
+        f"{groups}"
+        '<p class="mm-of-runs"><label>fill with a run that was measured '
+        f'<select class="mm-measured"><option></option>{names}</select></label></p>'
+        f'<script type="application/json" class="mm-measured-runs">{json.dumps(runs)}</script>'
+        '<p class="mm-calculator-said" role="status"></p>'
         '<table class="mm-results" aria-live="polite"><tbody></tbody></table></form>'
         f'<script src="{up}javascripts/formulas.js" defer></script>'
         f'<script src="{up}javascripts/calculator.js" defer></script>'
     )
+
+
+def _group(legend: str) -> str:
+    inputs = "".join(
+        f'<label>{label}<input type="number" name="{name}" min="{least}" max="{MOST}" '
+        f'step="{"any" if least == ANY else 1}" value="{value}"></label>'
+        for name, label, value, least in GROUPS[legend]
+    )
+    if legend == "cut":
+        options = "".join(f"<option>{word}</option>" for word in ("selective", "none", "full"))
+        inputs += (
+            f'<label>recompute<select name="recompute">{options}</select></label>'
+            '<label class="mm-check"><input type="checkbox" name="sp" checked> sequence parallelism'
+            "</label>"
+        )
+    return f'<fieldset class="mm-fields"><legend>{legend}</legend>{inputs}</fieldset>'

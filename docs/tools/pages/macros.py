@@ -31,7 +31,7 @@ from pathlib import Path
 
 from latex2mathml.converter import convert
 
-from cases import cases, chain_table, kept, layers, problem_cases
+from cases import cases, chain_table, choices, kept, layers, problem_cases
 from cases.calculator import calculator_form
 from cases.run_drawing import run_drawing
 from cases.step_drawing import step_drawing
@@ -350,6 +350,7 @@ def names_of_cases() -> dict[str, object]:
     own = {
         "step_drawing": step_drawing,
         "chain_table": chain_table,
+        "choices": choices,
         "kept": kept,
         "run_drawing": run_drawing,
     }
