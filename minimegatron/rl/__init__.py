@@ -8,6 +8,6 @@
 * `grpo_data`: what each training step reads: rollouts, their old and reference log-probabilities.
 * `rl_arguments`: the flags, and which values cannot work.
 
-`loss_contract` stands by itself: what six frameworks hand to the schedule as their loss, and which
+`loss_contract` stands by itself: what five frameworks hand to the schedule as their loss, and which
 gradient comes of it. Counterpart: `megatron.rl`.
 """

@@ -1,4 +1,4 @@
-"""Who divides the loss by what: six frameworks, each as one row that can be run.
+"""Who divides the loss by what: five frameworks, as rows that can be run.
 
 A row says what a framework's step hands to the schedule, given the losses of tokens and their mask:
 two values or three, with which factor, at which setting of `calculate_per_token_loss`. `coefficients`
