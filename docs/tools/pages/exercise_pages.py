@@ -21,10 +21,10 @@ from minimegatron.exercises.student.student_folder import hints
 INTRODUCTION = """\
 # Exercises
 
-Each is a hole in the real code: a file with the piece to write, and a check that puts your piece where
+Most are holes in the real code: a file with the piece to write, and a check that puts your piece where
 ours was, trains with it on real ranks, and compares with one process. A check says which invariant
 broke, on which rank; of a hang, who waits for whom; of a wrong order, where it first leaves the plan.
-When yours is right, it says what your code achieved, and links a page that replays your own run.
+When yours is right, it says what your code achieved; of a schedule of yours it links a replay.
 
 ```console
 $ pip install minimegatron

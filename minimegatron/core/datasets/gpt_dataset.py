@@ -89,7 +89,7 @@ class GPTDataset(MegatronDataset):
     [1, s, s], if the configuration asks for one.
 
     Sample i depends on the seed, on the documents, and on `num_samples` only through the number of
-    epochs that it takes: a run made longer keeps its order unless it now needs one more epoch.
+    epochs, and whether the last is shuffled apart: where these stay, a longer run keeps its order.
 
     Raises ValueError if samples are wanted from a split without tokens; `dataset[i]` does, if it meets
     a token that the tokenizer does not have.

@@ -7,7 +7,7 @@ backward. During that backward each bucket of gradients is sent as soon as it is
 
 Below are three versions of that decision, each in the shape of 1F1B's backwards: one loop for the
 steady state, one for the cool-down; `yield` stands for one backward. One version is right. The other
-two are right with some pipeline layouts and wrong with others. The page names a public fix of this bug.
+two are right on some stages and wrong on others. The page names a public fix of this bug.
 
 Read them. Write `num_backwards_that_send`, and set RIGHT. The check compares your prediction with what
 each version does, and then runs the real 1F1B on 2 stages x 2 replicas with the version you chose.

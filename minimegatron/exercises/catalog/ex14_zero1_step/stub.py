@@ -7,7 +7,7 @@ on 4 ranks and compares gradients and weights with one process.
 Gradients lie in a *buffer*, one long vector, cut into *buckets*. Parameters lie in a second vector,
 at the same places. Of each bucket, data-parallel rank r owns the r-th of d equal parts, its *shard*:
 
-    bucket 0 (offset 0, 384 elements)     bucket 1 (offset 384, 128 elements)
+    bucket 0 (offset 0, 768 elements)     bucket 1 (offset 768, 384 elements)
     | rank 0 | rank 1 | rank 2 |          | rank 0 | rank 1 | rank 2 |         d = 3
 
 Shards cut through parameters wherever they happen to fall.
