@@ -24,8 +24,8 @@ title: On GPUs
 
 **{statement}**
 
-The same commands are written for both: with a visible GPU for every rank, ranks use NCCL, and
-otherwise the CPU and gloo. `--device cpu` and `--device cuda` ask for one of them.
+The same commands are written for both: with a visible GPU for every rank, ranks use it and
+NCCL, otherwise the CPU. `--device cpu` and `--device cuda` ask for one of them.
 
 ```console
 $ python3 -m tests.gpu
