@@ -242,8 +242,8 @@ assert received == {"activation": -1.0, "gradient": 1.0}
 
 # %% [markdown]
 # Neither, and that is worse than a hang: the two are swapped, and training goes on with nonsense. With two stages that are each other's
-# next *and* previous, batched messages can be paired so ([Megatron-LM
-# #750](https://github.com/NVIDIA/Megatron-LM/issues/750),
+# next *and* previous, batched messages can be paired so
+# ([Megatron-LM #750](https://github.com/NVIDIA/Megatron-LM/issues/750),
 # [#5271](https://github.com/NVIDIA/Megatron-LM/issues/5271)). The package refuses that combination, and
 # its tests put the microbatch's number inside every tensor.
 #

@@ -377,14 +377,14 @@ def waiting(step):
 draw_waiting({"all alike": waiting(step), "stage 2 slow": waiting(with_slow_stage.step(0))})
 
 # %% [markdown]
-# A stage only ever waits for its neighbours: it knows nobody else. But the column of the slow stage
-# has grown, and the slow stage itself waits least of all. That is how to find it in a real job: look
-# for the rank that waits least.
+# Before an action a stage waits for its neighbours alone: nobody else sends to it. But the column of
+# the slow stage has grown, and the slow stage itself waits least of all. That is how to find it in a
+# real job: look for the rank that waits least.
 #
 # ## Change it
 #
 # * Take `pace(20, 40)` away. What is the bubble now, and whose fault are the ragged edges on your
-#   machine? (`print(recorded.report())` has a line for every gap.)
+#   machine? (`print(recorded.report())` has a line for every long gap.)
 # * `MICROBATCHES = 32`. Predict the bubble and the length of the gap before stage 0's first backward.
 #   Which of the two changes?
 # * `recorded.to_html("step.html")` writes the whole run into one page: click on a gap, and on the call

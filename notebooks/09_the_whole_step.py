@@ -375,7 +375,7 @@ for context_ranks in (1, 4):
 # * In `FLAGS`, add `--overlap-grad-reduce` and set `config.no_sync_func = model[0].no_sync`
 #   beside the other hooks. Which call now starts the sum over copies, and what do the diary's
 #   norms say after the last backward?
-# * Add `--fp16`. The diary's norms are not even numbers, and no weight moves. Which call of the
+# * Add `--fp16`. After a backward the diary's norms are `nan`; no weight moves. Which call of the
 #   tree decides that? Try `--initial-loss-scale 1024` as well.
 #
 # ## Where next

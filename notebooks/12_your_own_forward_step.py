@@ -333,8 +333,8 @@ assert errors["mean of the microbatch", 2] > 0.05 and errors["mean of the microb
 #   `one_update`). From which on do the ratios leave 1? When does clipping begin to act?
 # * Cut the model otherwise: `{"pp": 4}`, `{"tp": 4}`, `{"pp": 2, "vp": 2}` on two ranks (then
 #   `data_iterator` is a list, one per chunk). What has to change in `inner_forward_step`?
-# * Forget `forward_only=True` for the log-probabilities. `launch` ends after ten seconds in which
-#   nobody moves. Who waits for which rank, and why does no gradient come?
+# * Forget `forward_only=True` for the log-probabilities. Who complains, and about what? Then leave
+#   `torch.no_grad()` out too: who complains now, and why?
 #
 # ## Where next
 #

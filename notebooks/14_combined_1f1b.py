@@ -605,7 +605,7 @@ for way, found in steps.items():
 #   first two numbers. From which length of an all-to-all is no more saved now? Which one sticks out
 #   first? (The assertion on what is saved will fail; the picture tells why.)
 # * In `MODEL`, `"moe_layer_freq": 2`: every second layer is dense. What is left to hide, and what
-#   is it hidden behind? (Which assertion fails, and is it wrong?)
+#   is it hidden behind? (Which assertions fail, and are they wrong?)
 # * `"moe_token_dispatcher_type": "allgather"`. What does the package say, and why?
 # * In `Job.forward_step`, leave `return_schedule_plan` out of the arguments. Who complains?
 # * Suppose that each all-to-all is waited for as soon as it has started. Losses and gradients stay

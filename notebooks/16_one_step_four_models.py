@@ -335,8 +335,8 @@ for stage, shapes in enumerate(messages(three)):
 compare(tensors_to_the_third_stage=len(messages(three)[1]))
 
 # %% [markdown]
-# Two tensors: the decoder's own hidden states, and the encoder's output, handed on as it came. This is
-# the one place where a schedule has to know more than `[s, b, h]`. The model says so: the method
+# Two tensors: the decoder's own hidden states, and the encoder's output, handed on as it came. Of
+# the four models, T5 alone needs more than `[s, b, h]`. The model says so: the method
 # `message_shapes` lists what comes in and goes out, `extra_outputs` what is handed on. On the way back
 # the encoder's output has two gradients, of this stage and of the stage after it; they are added.
 #

@@ -24,8 +24,8 @@ title: On GPUs
 
 **{statement}**
 
-The same commands are written for both: with a visible GPU for every rank, ranks use NCCL, and
-otherwise the CPU and gloo. `--device cpu` and `--device cuda` ask for one of them.
+The same commands are written for both: with a visible GPU for every rank, ranks use it and
+NCCL, otherwise the CPU. `--device cpu` and `--device cuda` ask for one of them.
 
 ```console
 $ python3 -m tests.gpu
@@ -35,7 +35,7 @@ This command needs a clone, Python 3.11 or newer, torch, numpy and tqdm. It inst
 that needs another package, or more GPUs, says so in one line. The parts run in the order of this
 page, each in a process of its own with a time limit of its own. After a part that fails, the next one
 runs. All parts together take at most eight minutes; `--limit-minutes` changes that, `--only` names
-parts. Every figure is shown beside what was expected. The exit code is 1 if a part does not hold, and
+parts. Beside a figure stands what was expected, if anything was. The exit code is 1 if a part does not hold, and
 2 if torch does not work. Without a GPU nothing is checked, and the exit code is 0. `make gpu-check`
 first installs all packages.
 
