@@ -171,7 +171,12 @@ def _row(x: Layout) -> list[str]:
     copies = layout_costs.copies_seconds(x)
     rest = step - moved - work - copies
     shares = [f"{max(part, 0) / step:.0%}" for part in (work, moved, copies, rest)]
-    return [layout_words(x), _held_words(x), f"{step:.3g} s", *shares]
+    return [unbroken(layout_words(x)), _held_words(x), unbroken(f"{step:.3g} s"), *shares]
+
+
+def unbroken(text: str) -> str:
+    """With line breaks after commas only."""
+    return text.replace(" ", "\u00a0").replace(",\u00a0", ", ")
 
 
 def layout_words(x: Layout) -> str:
@@ -328,15 +333,13 @@ def error(name: str) -> float:
     return float(layout_costs.held_bytes(x)) / measured - 1
 
 
-def largest_error(of_experts: bool) -> str:
-    """Of the runs with experts, or of those without."""
-    names = [name for name, (x, _) in measured_runs().items() if (x.E > 0) == of_experts]
-    return percent(max(abs(error(name)) for name in names))
+def largest_error() -> str:
+    return percent(max(abs(error(name)) for name in measured_runs()))
 
 
 def measured_table() -> str:
     rows = []
     for name, (x, measured) in measured_runs().items():
-        sizes = (measured, layout_costs.held_bytes(x))
-        rows.append([name, *(f"{float(size) / 1e6:.1f}" for size in sizes), f"{error(name):+.1%}"])
+        sizes = [f"{float(size) / 1e6:.1f}" for size in (measured, layout_costs.held_bytes(x))]
+        rows.append([name, *sizes, f"{error(name):+.1%}".replace("-", "−")])
     return table(["", "measured, MB", "estimate, MB", "off by"], rows)

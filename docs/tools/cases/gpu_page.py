@@ -35,9 +35,9 @@ This command needs a clone, Python 3.11 or newer, torch, numpy and tqdm. It inst
 that needs another package, or more GPUs, says so in one line. The parts run in the order of this
 page, each in a process of its own with a time limit of its own. After a part that fails, the next one
 runs. All parts together take at most eight minutes; `--limit-minutes` changes that, `--only` names
-parts. Beside a figure stands what was expected, if anything was. The exit code is 1 if a part does not hold, and
-2 if torch does not work. Without a GPU nothing is checked, and the exit code is 0. `make gpu-check`
-first installs all packages.
+parts. Beside a figure stands what was expected, if anything was. The exit code is 1 if a part does not
+hold, and 2 if torch does not work. Without a GPU nothing is checked, and the exit code is 0.
+`make gpu-check` first installs all packages.
 
 The report, `docs/gpu/report.json`, is written after every part; `--report FILE` puts it, and a page
 of it, elsewhere. This page, and what the site says of GPUs, come from `docs/gpu/report.json`. README
