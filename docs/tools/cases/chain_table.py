@@ -51,7 +51,8 @@ def chain_table() -> str:
     def item(path: Path) -> str:
         below = "".join(map(item, children.get(path, ())))
         inner = f"<ul>{below}</ul>" if below else ""
-        return f"<li>{_name(path[-1])}&nbsp;×&nbsp;{calls[path]}{_note(path, calls[path])}{inner}</li>"
+        shown = f"{_name(path[-1])}&nbsp;×&nbsp;{calls[path]}{_note(path, calls[path])}"
+        return f"<li>{shown}{inner}</li>"
 
     inner = "".join(map(item, children[()]))
     for name in reversed(ABOVE):
@@ -60,14 +61,15 @@ def chain_table() -> str:
 
 
 def _note(path: Path, num_calls: int) -> str:
-    name, (per_microbatch, rest) = NOTES.get("/".join(path[-2:])), divmod(num_calls, num_microbatches())
+    name = NOTES.get("/".join(path[-2:]))
+    per_microbatch, rest = divmod(num_calls, num_microbatches())
     if name is not None:
         words = say(name)
     elif per_microbatch > 1 and not rest:
         words = say("page.calls.each", n=per_microbatch)
     else:
         return ""
-    return f" <small>{words}</small>"
+    return f" <small>({words})</small>"
 
 
 def _name(name: str) -> str:
