@@ -3,7 +3,7 @@ know before the build, which notebooks and exercises there are, and the tour's o
 language with all words around them in it; a smaller stylesheet of the theme; what search looks through;
 a description per page; the list of versions, in a site that has several.
 
-Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`, `search_index`, `page_heads`,
+Called by: MkDocs. Calls: `stash`, `tour`, `tour_frame`, `trim_css`, `search_index`, `page_heads`,
 `translations`, `strings`; the catalogue, for the order of its exercises.
 """
 
@@ -20,8 +20,9 @@ from pages.search_index import write_search
 from pages.translations import OWN_NAMES, links_to_others, made_from, nav_of, older_notice
 from pages.trim_css import trim_site
 from player.strings import words_file
-from source.page_words import DEFAULT, LANGUAGES, language_of, say, speaking
+from source.page_words import DEFAULT, LANGUAGES, language_of, say, speaking, translated
 from source.stash import fill
+from tour.tour import page_after, page_of
 from tour.tour_frame import tour_nav
 
 ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
@@ -73,13 +74,23 @@ def on_pre_build(config):
 
 
 def on_nav(nav, config, files):
-    """The page before and the page after one are in its own language."""
+    """The page before and the page after one are in its own language.
+
+    But after a translation's last page of the tour comes the one that its last lines name.
+    """
     chains = {}
     for page in nav.pages:
         chains.setdefault(language_of(page.file.src_uri), []).append(page)
     for pages in chains.values():
         for before, page, after in zip([None, *pages[:-1]], pages, [*pages[1:], None], strict=True):
             page.previous_page, page.next_page = before, after
+    named = {page.file.src_uri: page for page in nav.pages}
+    for uri, page in named.items():
+        of_tour = page_of(uri)
+        following = of_tour and page_after(of_tour)
+        english = following and named.get(f"tour/{following.page}.md")
+        if english and translated(f"tour/{following.page}.md", language_of(uri)) not in named:
+            page.next_page = english
     return nav
 
 

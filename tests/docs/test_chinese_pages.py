@@ -284,6 +284,14 @@ def test_before_and_after_a_page_are_pages_in_its_language():
             assert one.next_page is other and other.previous_page is one
 
 
+def test_after_the_last_translated_page_of_the_tour_comes_the_one_that_its_end_names():
+    names = ("tour/p2p.md", "tour/after-the-last-backward.md", "zh/tour/p2p.md", "zh/glossary.md")
+    pages = [SimpleNamespace(file=SimpleNamespace(src_uri=name)) for name in names]
+    hook.on_nav(SimpleNamespace(pages=pages), None, None)
+    assert [page.next_page for page in pages] == [pages[1], None, pages[1], None]
+    assert pages[1].previous_page is pages[0] and pages[3].previous_page is pages[2]
+
+
 def test_pages_stand_under_look_up_in_their_order(site):
     order = [
         next(iter(entry.values())) if isinstance(entry, dict) else entry
@@ -291,7 +299,10 @@ def test_pages_stand_under_look_up_in_their_order(site):
     ]
     order = [page for page in order if page in SHOWN]
     assert sorted(order) == SHOWN
+    last = f"zh/tour/{TOUR[-1].page}.md"
     for before, page in pairwise(order):
+        if before == last:
+            page = f"tour/{tour.page_after(TOUR[-1]).page}.md"
         footer = html_of(site, before).partition('class="md-footer"')[2]
         assert Path(page).with_suffix(".html").name in footer, f"{before}: {page}"
     text = html_of(site, order[-1])

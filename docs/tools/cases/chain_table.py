@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from html import escape
 
+from source.page_words import say
 from source.places import UNROLLED, read_json
 
 RUN = "1f1b-paced"
@@ -15,6 +16,14 @@ RANK = 1
 ABOVE = ("pretrain", "train")
 """Who calls `train_step`; a recording of a step begins there."""
 Path = tuple[str, ...]
+NOTES = {
+    "finalize_model_grads/_ParamAndGradBucketGroup.start_grad_sync": "page.calls.sync",
+    "MegatronOptimizer.step/MegatronOptimizer._copy_model_grads_to_main_grads": "page.calls.prepare",
+    "MegatronOptimizer.clip_grad_norm/all_reduce": "page.calls.squares",
+    "train_step/all_reduce": "page.calls.agree",
+    "steps.forward_step/forward_step_calc_loss": "page.calls.no-loss",
+}
+"""What to say of a call, by its caller's name and its own."""
 
 
 def chain_calls() -> dict[Path, int]:
@@ -42,12 +51,25 @@ def chain_table() -> str:
     def item(path: Path) -> str:
         below = "".join(map(item, children.get(path, ())))
         inner = f"<ul>{below}</ul>" if below else ""
-        return f"<li>{_name(path[-1])}&nbsp;×&nbsp;{calls[path]}{inner}</li>"
+        shown = f"{_name(path[-1])}&nbsp;×&nbsp;{calls[path]}{_note(path, calls[path])}"
+        return f"<li>{shown}{inner}</li>"
 
     inner = "".join(map(item, children[()]))
     for name in reversed(ABOVE):
         inner = f"<li>{_name(name)}<ul>{inner}</ul></li>"
     return f'<ul class="mm-chain-calls">{inner}</ul>'
+
+
+def _note(path: Path, num_calls: int) -> str:
+    name = NOTES.get("/".join(path[-2:]))
+    per_microbatch, rest = divmod(num_calls, num_microbatches())
+    if name is not None:
+        words = say(name)
+    elif per_microbatch > 1 and not rest:
+        words = say("page.calls.each", n=per_microbatch)
+    else:
+        return ""
+    return f" <small>({words})</small>"
 
 
 def _name(name: str) -> str:

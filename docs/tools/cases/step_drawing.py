@@ -21,7 +21,8 @@ from source.page_words import say
 LEFT, TOP, BAR, UNIT = 62, 14, 28, 19
 ROW = {"phases": 50, "work": 42, "messages": 64, "end": 38}
 """From one stage to the next."""
-AFTER = 250
+FINALIZE, UPDATE = 146, 96
+AFTER = FINALIZE + UPDATE + 8
 """Room for what comes after the schedule."""
 PHASES = {WARMUP: "phase.warmup", STEADY: "phase.steady", COOLDOWN: "phase.cooldown"}
 WORKS = {"forward": "kind.forward", "backward": "kind.backward"}
@@ -168,16 +169,28 @@ class _Drawing:
         )
 
     def ends(self, marked: list[Place]) -> Iterator[str]:
-        """A rank enters `finalize_model_grads` when it is done, and all of them leave it together."""
-        x = self.right + 4
-        for words, width in zip(ENDS, (146, 100), strict=True):
-            for stage, _, _, end in marked:
-                left = self.x(end) + 2 if words == ENDS[0] else x
-                y, right = self.top(stage), x + width - 4
-                yield rect(left, y, right - left, BAR, 'rx="3" class="mm-module"')
-            middle = (self.top(0) + self.top(3) + BAR) / 2
-            yield label(x + (width - 4) / 2, middle + 4, words, "small middle")
-            x += width
+        """The first and the last stage add up the tied embedding's gradient, and leave together.
+
+        Those between them have nothing to wait for before `optimizer.step`.
+        """
+        first_name, next_name = ENDS
+        update = self.right + 4 + FINALIZE
+        own = update - 4 - (self.x(marked[0][3]) + 2)
+        for stage, _, _, end in marked:
+            left = self.x(end) + 2
+            right = left + own if 0 < stage < 3 else update - 4
+            waits = say("page.step.waits") if self.x(end) < self.right else ""
+            words = f"{first_name}: {waits}" if stage == 3 else first_name
+            yield from self.box(stage, left, right, words)
+            yield from self.box(stage, update, update + UPDATE, next_name)
+            if right < update - 4:
+                y = self.top(stage) + BAR / 2
+                yield label((right + update) / 2, y + 4, waits, "quiet small middle")
+
+    def box(self, stage: int, left: int, right: int, words: str) -> Iterator[str]:
+        y = self.top(stage)
+        yield rect(left, y, right - left, BAR, 'rx="3" class="mm-module"')
+        yield label((left + right) / 2, y + 18, words, "small middle")
 
 
 def _num_letters(words: str) -> int:
