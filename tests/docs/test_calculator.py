@@ -10,9 +10,20 @@ from playwright.sync_api import expect
 from minimegatron.planner import memory
 from minimegatron.planner.formulas import bubble_formulas
 from minimegatron.planner.stage import PlanConfig
+from tests.docs.conftest import Watched
 
 choices = importlib.import_module("cases.choices")
 layout_costs = importlib.import_module("cases.layout_costs")
+
+
+@pytest.fixture
+def opened(browser, address):
+    def at(name: str) -> Watched:
+        watched = Watched(browser, (address,))
+        watched.page.goto(address + name, wait_until="load")
+        return watched
+
+    return at
 
 
 def choice_layouts():
