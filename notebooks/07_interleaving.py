@@ -148,13 +148,13 @@ assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2, M=8).m
 # %% [markdown]
 # In the steady state one call sends an activation and a gradient and receives one of each: four
 # messages that begin and end together. A gradient therefore moves back one stage per *pair* of
-# forward and backward, in step with the activation that moves on; there and back takes twice as
-# many forwards. With one step per stage instead of two, a stage comes to that exchange before its neighbour has
-# the gradient, and both wait.
+# forward and backward, as the activation moves one stage on; there and back takes twice as
+# many forwards. With one forward of warm-up for each stage instead of two, a stage comes to that
+# exchange before its neighbour has the gradient, and both wait.
 #
 # With separate, overlapped messages (`overlap_p2p_comm`) the short warm-up runs. While messages take
-# no time it is as long a step, and holds less. But the two steps of warm-up per stage are also the
-# time in which messages travel: as soon as they take time, the short warm-up makes the longer step. So
+# no time the step is as long, and a stage holds less. But the two forwards of warm-up for each stage
+# are also the time in which messages travel: as soon as they take time, the short warm-up makes the longer step. So
 # one exchange *needs* the 2, and with overlap the 2 hides messages' time. Megatron warms up so in both
 # modes.
 #
