@@ -96,8 +96,18 @@ CHOICES = {
 TENSOR_SIZES = (1, 2, 4, 8)
 """Of one node. A table shows what more cost."""
 MOST_CHUNKS = 8
+MICRO_BATCH_SIZES = (1, 2, 4)
 TRIED = 12
 """Layouts that the planner simulates, of those that are quickest by the formula."""
+
+
+def tried_words() -> str:
+    """
+    >>> tried_words()
+    't, v ≤ 8, b ≤ 4'
+    """
+    assert max(TENSOR_SIZES) == MOST_CHUNKS
+    return f"t, v ≤ {MOST_CHUNKS}, b ≤ {MICRO_BATCH_SIZES[-1]}"
 
 
 def layouts(choice: Choice) -> Iterator[Layout]:
@@ -118,7 +128,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _runs(choice: Choice, cut: dict[str, int]) -> Iterator[Layout]:
-    for b in (1, 2, 4):
+    for b in MICRO_BATCH_SIZES:
         num, rest = divmod(choice.num_sequences, b * cut["d"])
         if rest or (cut["v"] > 1 and num % cut["p"]) or cut["t"] * cut["d"] % cut["e"]:
             continue
