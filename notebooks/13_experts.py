@@ -370,9 +370,9 @@ assert at_the_end["neither"] > 3
 assert at_the_end["auxiliary loss"] < 2.5 and at_the_end["bias"] < 3
 
 # %% [markdown]
-# Left alone, the router ends with two favourites of eight. What they learn makes them still better
-# choices. The other six get hardly any tokens, so they learn hardly anything. With experts on ranks
-# that also costs time: nearly all tokens go to the ranks of the two, and the other ranks wait.
+# Left alone, the router ends with a few favourites of eight. What they learn makes them still better
+# choices. The others get hardly any tokens, so they learn hardly anything. With experts on ranks
+# that also costs time: nearly all tokens go to the ranks of the few, and the other ranks wait.
 #
 # The loss pulls at the router's scores in every step, against what the main loss wants. The bias
 # only moves the choice; the weights of the outputs stay as they were.

@@ -288,7 +288,7 @@ compare(
 # minus the mean advantage of a token, a number that says little. The gradient is what counts.
 #
 # In the second update the model has moved. Where a token has gone past its bound in the wanted
-# direction, the loss is flat, and the token has no gradient any more.
+# direction, its product is flat: the token has the gradient of the KL term alone.
 
 # %%
 is_exact = ranks["device.type"][0] == "cpu"  # a GPU may choose other kernels with gradients
@@ -415,7 +415,7 @@ compare(calls_before_first_update=[forward_only for _, forward_only in calls].in
 # Three calls draw three tokens, one scores by this model, one by the model of the beginning. Then come
 # two updates. Seven calls of one function, with three forward steps.
 #
-# Share of right answers, from rollout to rollout:
+# Share of right answers, in every fifth rollout:
 
 # %%
 for update in range(0, 100, 10):

@@ -41,7 +41,7 @@ def cases(seed: int) -> list[Case]:
     }
     return [
         Case(LOGPROBS, part=LOGPROBS, seed=data),
-        Case("advantages of two groups", part=ADVANTAGES, group=draw.choice([3, 4]), seed=data),
+        Case("advantages of three groups", part=ADVANTAGES, group=draw.choice([3, 4]), seed=data),
         *(
             Case(f"{LOSS}, {words}", part=LOSS, **(off | more | bounds))
             for words, more in kinds.items()
