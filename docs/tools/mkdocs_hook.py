@@ -17,7 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from minimegatron.exercises.exercise import exercises
 from pages.page_heads import set_description
 from pages.search_index import write_search
-from pages.translations import OWN_NAMES, links_to_others, made_from, nav_of, older_notice
+from pages.translations import (
+    OWN_NAMES,
+    links_to_others,
+    made_from,
+    nav_of,
+    older_notice,
+    with_tabs,
+)
 from pages.trim_css import trim_site
 from player.strings import words_file
 from source.page_words import DEFAULT, LANGUAGES, language_of, say, speaking, translated
@@ -110,8 +117,9 @@ def on_page_context(context, page, config, nav):
 
 
 def on_post_page(output, page, config):
-    own = words_file(language_of(page.file.src_uri))
-    output = output.replace(f'{words_file(DEFAULT)}"', f'{own}"')
+    language = language_of(page.file.src_uri)
+    output = output.replace(f'{words_file(DEFAULT)}"', f'{words_file(language)}"')
+    output = with_tabs(output, language)
     return fill(output, Path(config["docs_dir"]).with_name("pieces") / f"{page.file.src_uri}.json")
 
 

@@ -257,6 +257,20 @@ def test_a_page_loads_the_words_of_its_language(site):
     assert shown == {name: every[name] for name in every if not name.startswith("page.")}
 
 
+TAB = re.compile(r'class="md-tabs__link">\s*(.*?)\s*</a>', re.DOTALL)
+
+
+@pytest.mark.parametrize("language", page_words.LANGUAGES)
+def test_tabs_are_named_in_the_language_of_the_page(site, language):
+    every = strings.read_strings(language)
+    named = [every[name] for name in translations.TABS.values()]
+    folder = "" if language == page_words.DEFAULT else f"{language}/"
+    for page in ("index", "glossary", "tour/p2p"):
+        assert TAB.findall(html_of(site, f"{folder}{page}.html")) == named
+    if language == page_words.DEFAULT:
+        assert named == list(translations.TABS)
+
+
 def test_navigation_of_a_language(tmp_path):
     for name in ("walkthroughs", "glossary", "tour/p2p", "tour/one-f-one-b", "index"):
         path = tmp_path / "zh" / f"{name}.md"

@@ -25,6 +25,21 @@ MADE_FROM = re.compile(r"\A---\n.*?^made_from: *(\w+)$.*?^---$", re.MULTILINE | 
 OWN_NAMES = {"en": "English", "zh": "中文"}
 
 
+TABS = {
+    "Home": "page.tab.home",
+    "Tour": "page.tab.tour",
+    "Practise": "page.tab.practise",
+    "Help": "page.tab.help",
+    "Source": "page.tab.source",
+    "Look up": "page.tab.look-up",
+}
+"""As mkdocs.yml names them -> their names among the strings."""
+TAB = re.compile(
+    r'(class="md-(?:tabs__link|ellipsis)"[^>]*>\s*|<span class="md-nav__icon md-icon"></span>\s*)'
+    rf"({'|'.join(TABS)})(?=\s*<)"
+)
+
+
 def digest(text: str) -> str:
     """Of a page's text, macros not filled in: what a translator has read.
 
@@ -38,6 +53,16 @@ def made_from(page: str, docs: Path = DOCS) -> str:
     """The digest of the file in docs/ that a page of the site is made from; "" for generated pages."""
     path = docs / page
     return digest(path.read_text()) if path.is_file() else ""
+
+
+def with_tabs(html: str, language: str) -> str:
+    """A page of the site, its tabs named in its language.
+
+    >>> with_tabs('<a class="md-tabs__link"> Help </a>', "en")
+    '<a class="md-tabs__link"> Help </a>'
+    """
+    with speaking(language):
+        return TAB.sub(lambda found: found[1] + say(TABS[found[2]]), html)
 
 
 def links_to_others(page: str, docs: Path = DOCS) -> str:
