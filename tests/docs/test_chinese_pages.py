@@ -260,7 +260,7 @@ def test_a_page_loads_the_words_of_its_language(site):
 TAB = re.compile(r'class="md-tabs__link">\s*(.*?)\s*</a>', re.DOTALL)
 
 
-@pytest.mark.parametrize("language", page_words.LANGUAGES)
+@pytest.mark.parametrize("language", (page_words.DEFAULT, *page_words.LANGUAGES))
 def test_tabs_are_named_in_the_language_of_the_page(site, language):
     every = strings.read_strings(language)
     named = [every[name] for name in translations.TABS.values()]
