@@ -6,7 +6,7 @@ says what becomes of it: how much each token's loss counts in the gradient. In `
 part of a row is exchanged. This happens when code moves from one framework to another.
 
 Megatron has no counterpart. The lines are those of ROLL 8eb27cc, verl 1dda039, slime 624b824, NeMo-RL
-7ea279a and Megatron core_v0.16.1.
+7ea279a and Megatron core_v0.16.1; of `train_rl` those of 34c3741, which came after that release.
 """
 
 from collections.abc import Callable
@@ -167,8 +167,8 @@ MEGATRON = Row(
     *(True, "", "Σt / N"),
 )
 TRAIN_RL = Row(
-    "Megatron, train_rl, flag on",
-    "megatron: train_rl.py",
+    "Megatron, train_rl of August 2026, flag on",
+    "Megatron 34c3741: train_rl.py",
     *(sum_of_tokens, lambda counts: 1.0, "Σt"),
     *(tokens_or_one, "max(tokens, 1)"),
     *(True, "sum", "Σt / Σ max(tokens of a microbatch, 1)"),
@@ -247,7 +247,7 @@ ROWS = (
     TRAIN_RL,
     replace(
         TRAIN_RL,
-        name="Megatron, train_rl, flag off (its default)",
+        name="Megatron, train_rl of August 2026, flag off (its default)",
         is_per_token=False,
         gradient_of=MEAN_OF_MEANS,
     ),
