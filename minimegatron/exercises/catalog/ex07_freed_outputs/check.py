@@ -93,9 +93,8 @@ def _judge_freed(where: str, found: dict[str, Any], seed: int) -> Result:
     for dtype, one in found.items():
         if one["dtype"] != dtype:
             raise Wrong(
-                f"{where}: an output of {dtype} became one of {one['dtype']}\nThe engine compares "
-                "the dtype (and device) of output and gradient. From where has your small tensor its "
-                "dtype?"
+                f"{where}: an output of {dtype} became one of {one['dtype']}\nThe stub says what "
+                "an output keeps. From where has your small tensor its dtype?"
             )
         if not one["is_gone"]:
             raise Wrong(f"{where}: {_kept_words(one)}")

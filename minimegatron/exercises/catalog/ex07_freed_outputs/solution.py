@@ -19,7 +19,7 @@ def deallocate_output_tensor(
         raise ValueError(
             f"the output of shape {tuple(out.shape)} is a view; freeing it would free nothing"
         )
-    # dtype and device stay: the engine compares those with the gradient's.
+    # dtype and device stay: whoever holds the output may ask for them.
     out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
 

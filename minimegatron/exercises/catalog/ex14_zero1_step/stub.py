@@ -1,8 +1,8 @@
 """A ZeRO-1 step: reduce-scatter the gradients, update one shard, all-gather the parameters.
 
 Started by: you, and `minimegatron exercises check`. Write the four small functions that make the
-distributed optimizer distributed. The check puts them in place of ours, trains a small GPT with Adam
-on 4 ranks and compares gradients and weights with one process.
+distributed optimizer distributed. The check puts the last three in place of ours, trains a small GPT
+with Adam on 4 ranks and compares gradients and weights with one process.
 
 Gradients lie in a *buffer*, one long vector, cut into *buckets*. Parameters lie in a second vector,
 at the same places. Of each bucket, data-parallel rank r owns the r-th of d equal parts, its *shard*:
