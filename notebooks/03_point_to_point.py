@@ -32,7 +32,7 @@ from minimegatron.notebook.drawing import draw_programs
 # %% [markdown]
 # ## Predict
 #
-# Three calls send a tensor, and each waits elsewhere. `dist.send` over gloo keeps the *program* waiting
+# Two calls send a tensor, and each waits elsewhere. `dist.send` over gloo keeps the *program* waiting
 # until the partner has received it. `dist.isend` returns at once; only `wait()` on its handle waits.
 # Over NCCL both calls return at once, and the GPU's *stream* waits for the partner. Over memory that
 # ranks share, which groups here use in gloo's place, both return at once too. This notebook
@@ -245,7 +245,7 @@ assert received == {"activation": -1.0, "gradient": 1.0}
 # next *and* previous, batched messages can be paired so
 # ([Megatron-LM #750](https://github.com/NVIDIA/Megatron-LM/issues/750),
 # [#5271](https://github.com/NVIDIA/Megatron-LM/issues/5271)). The package refuses that combination, and
-# its tests put the microbatch's number inside every tensor.
+# its tests put microbatches' numbers inside tensors.
 #
 # ## Change it
 #

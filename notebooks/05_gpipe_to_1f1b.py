@@ -299,4 +299,4 @@ for M in (8, 32, 128):
 # * The real function, line by line: [1F1B](../docs/tour/one-f-one-b.md) in the tour.
 # * Write it without looking: exercises [ex05](../minimegatron/exercises/catalog/ex05_predict_1f1b/page.md) and
 #   [ex06](../minimegatron/exercises/catalog/ex06_one_f_one_b/page.md) (`minimegatron exercises start ex06`).
-# * The next notebook traces Megatron's own 1F1B and asks, of every gap, who was waited for.
+# * The next notebook traces the package's own 1F1B and asks, of every gap, who was waited for.

@@ -108,7 +108,7 @@ print(sum(len(step.actions(stage)) for stage in range(STAGES)), "actions, all as
 # ## One microbatch, call by call
 #
 # Microbatch 0 on stage 0. Indented lines are calls within calls; on the right stands the line of
-# source. `send_forward_recv_backward` is where Megatron's 1F1B spends its waiting.
+# source. `send_forward_recv_backward` is where this stage waits longest.
 
 # %%
 show_wide(recorded.tree(rank=0, step=0, microbatch=0, depth=3))
@@ -181,8 +181,8 @@ assert share == Fraction(STAGES - 1, MICROBATCHES + STAGES - 1)
 #
 # ## Name who was waited for
 #
-# A gap ends when a message comes. The trace knows which, and who made it, so each long gap has a
-# name. The longest of every stage, from the real run:
+# A long gap before an action ends when a message comes. The trace knows which, and who made it: that
+# is the gap's name. The longest of every stage, from the real run:
 
 # %%
 WORDS = {"forward-compute": "F", "backward-compute": "B"}

@@ -311,7 +311,7 @@ assert few_bytes == num_bytes and min(errors) > 0.1 and apart > 0.1
 #   backward the first one is. Which is better on a slow network, and which when backward is
 #   short?
 # * Add `"use_distributed_optimizer": True` to `BUCKETS`. Which collective takes the all-reduce's
-#   place, and how do the buckets' ends move? One assertion fails: why is it right to?
+#   place, and do the buckets' ends move? One assertion fails: why is it right to?
 # * Add `"after the first and the last": [0, M - 1]` to `VARIANTS`. Predict the megabytes and the
 #   errors.
 #

@@ -64,8 +64,8 @@ predict(
 # ## Ten published configurations
 #
 # From Narayanan et al. (2021, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473)), table 1:
-# GPTs with a vocabulary of 51,200 and sequences of 2,048 on A100 GPUs, with full recompute. The
-# last column is what each GPU did, in 10¹² operations per second; 312 is its peak.
+# GPTs with a vocabulary of 51,200 and sequences of 2,048 on A100 GPUs, with full recompute.
+# `teraflops` is what each GPU did, in 10¹² operations per second; 312 is its peak.
 
 # %%
 Row = namedtuple("Row", "billions heads h layers t p gpus batch teraflops percent petaflops")

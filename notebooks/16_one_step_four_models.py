@@ -96,7 +96,7 @@ OWN = {
 # Four things are noted on every rank while a program runs, without changing it:
 #
 # * the tracer's events, as in notebook 06;
-# * the *calls*: whenever the model's forward begins, which functions of the package are active, the
+# * the *calls*: when the model's first forward begins, which functions of the package are active, the
 #   outermost first; and what the model is given;
 # * what the model has on this rank;
 # * what the loss function returns.
@@ -401,7 +401,7 @@ for length in (64, 256):
 compare(times_as_large=sizes[256] / sizes[64])
 
 # %% [markdown]
-# The state does not grow: it is all that a Mamba layer remembers of the tokens before. The formula
+# The state does not grow: it is all that this formula remembers of the tokens before. The formula
 # above goes token by token, which is slow. The layer computes the same in chunks, with matrix products;
 # the assertion compares both.
 #

@@ -182,7 +182,7 @@ def run(**fault):
 
 
 # %% [markdown]
-# Why two clean steps? In its first step a process judges nothing, and only logs.
+# Why clean steps first? In its first step a process judges nothing, and only logs.
 #
 # ## Predict
 #

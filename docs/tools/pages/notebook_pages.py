@@ -156,7 +156,7 @@ def index_page(paths: list[Path]) -> str:
             "JupyterLab; a laptop with two cores is enough. Where each rank has a GPU, the same "
             f"notebooks use NCCL. [The check on GPUs](../gpu.md), of which they are one part: "
             f"{statement()} A notebook takes about 20 minutes: a question, a prediction to make, the "
-            "run, a picture, and an assertion that checks the claim.",
+            "run, and an assertion that checks the claim.",
             "",
             "| notebook | its question |",
             "|---|---|",
