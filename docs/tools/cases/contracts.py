@@ -14,7 +14,6 @@ LENGTHS = (1, 5, 2, 7, 4, 3, 6, 0)
 """Tokens that count, by row; one or two more are real, those of a prompt."""
 REPOSITORIES = {
     "megatron": "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1",
-    "Megatron 34c3741": "https://github.com/NVIDIA/Megatron-LM/blob/34c3741",
     "ROLL": "https://github.com/alibaba/ROLL/blob/8eb27cc",
     "verl": "https://github.com/verl-project/verl/blob/1dda039",
     "slime": "https://github.com/THUDM/slime/blob/624b824",
@@ -34,6 +33,8 @@ def link(row: Row) -> str:
     """The line in the framework's repository."""
     repository, _, place = row.place.partition(": ")
     name = place.rpartition("/")[2].partition("#")[0]
+    if repository not in REPOSITORIES:  # of no release
+        return f"`{name}` of {repository}"
     return f"[`{name}`]({REPOSITORIES[repository]}/{place})"
 
 
