@@ -55,6 +55,7 @@
     if (found.size) return found;
     for (const [names, one, value, other, by] of relations(x)) if (value % by) found.set(say("calculator.fault.rest", { one, value: value.toLocaleString("en"), other, by: by.toLocaleString("en") }), names);
     if (x.E === 0 && x.e > 1) found.set(say("calculator.fault.experts", x), ["e"]);
+    if (x.E > 0 && x.t > 1 && !x.sp) found.set(say("calculator.fault.sequence", x), ["sp", "t"]);
     if (x.E > 0 && x.k > x.E) found.set(say("calculator.fault.choice", x), ["k"]);
     if (x.p === 1 && x.v > 1) found.set(say("calculator.fault.chunks", x), ["v"]);
     if (!found.size && mfu(x) > 1) found.set(say("calculator.fault.peak", { ...x, mfu: percent(mfu(x)) }), ["rate", "peak"]);
@@ -66,10 +67,7 @@
     return { ...x, sp: form.elements.sp.checked };
   }
 
-  const flopsOf = (x) => {
-    const F = globalThis.MMFormulas;
-    return 3 * (x.L * (F.dense_flops(x) + F.expert_flops(x)) + 2 * x.h * x.V);
-  };
+  const flopsOf = (x) => globalThis.MMFormulas.model_flops(x);
   const mfu = (x) => (x.rate * flopsOf(x)) / (x.peak * 1e12);
 
   function results(x) {

@@ -144,6 +144,14 @@ def test_calculator_says_what_is_wrong_and_greys_its_answers(opened):
             assert "mm-stale" in classes and (set(values) <= set(bad) or len(values) > 1 and bad)
             assert page.evaluate(SET_SIZES, {name: given[name] for name in values})[0] == ""
             assert results.inner_text() == answers
+        # Experts over tensor-parallel ranks have their tokens by sequence parallelism.
+        parallel = page.locator(".mm-fields [name=sp]")
+        page.evaluate(SET_SIZES, {"E": "8"})
+        parallel.uncheck()
+        expect(said).to_contain_text("Experts need sequence parallelism where t > 1; t is 8.")
+        parallel.check()
+        page.evaluate(SET_SIZES, {"E": given["E"]})
+        expect(said).to_be_empty()
         # Letters are no number, whatever the browser makes of them; thousands with a comma are one.
         field = page.locator(".mm-fields [name=h]")
         for text, words in (("abc", "hidden size h: type a whole number"), ("8,192", None)):

@@ -36,7 +36,6 @@ FUNCTIONS = [
     formulas.bubble_formulas,
     formulas.message_formula,
     memory_cases.layer_flops_per_token,
-    memory_cases.model_flops_per_token,
     context_costs.key_value_elements,
     expert_memory.num_expert_layer_parameters,
     expert_memory.expert_activation_bytes,

@@ -297,9 +297,9 @@ def moved_share(x: Layout, node: int) -> float:
 
 def by_hand(name: str, node: int | None = None, **sizes: Any) -> float:
     """The kind's formula, in a node unless it is d's or `node` says otherwise."""
-    places = {"d": NOWHERE}
-    R = flops_per_byte(places.get(name, EVERYWHERE) if node is None else node)
-    return KINDS[name].by_hand(replace(KINDS[name].layout, **sizes), R)
+    if node is None:
+        node = NOWHERE if name == "d" else EVERYWHERE
+    return KINDS[name].by_hand(replace(KINDS[name].layout, **sizes), flops_per_byte(node))
 
 
 def cost_table() -> str:

@@ -186,6 +186,11 @@ def output_flops(x: Layout) -> float:
     return 3 * 2 * x.h * x.V * tokens_of_rank(x)
 
 
+def model_flops(x: Layout) -> float:
+    """Of one token in the whole model, forward and backward."""
+    return 3 * (x.L * (dense_flops(x) + expert_flops(x)) + 2 * x.h * x.V)
+
+
 def tensor_bytes(x: Layout) -> float:
     """Moved by a rank for one layer and microbatch, as its matrices are cut.
 

@@ -154,7 +154,7 @@ def index_page(paths: list[Path]) -> str:
             "",
             "Real ranks, stopped and looked at between two actions. `make notebooks` opens them in "
             "JupyterLab; a laptop with two cores is enough. Where each rank has a GPU, the same "
-            f"notebooks use NCCL. [The check on GPUs](../gpu.md), of which they are one part: "
+            f"notebooks use NCCL. [The check on GPUs](../gpu.md) runs them too: "
             f"{statement()} A notebook takes about 20 minutes: a question, a prediction to make, the "
             "run, and an assertion that checks the claim.",
             "",
