@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch.distributed.run import get_args_parser
+
 from minimegatron.training.checkpoint_folder import complete_iterations
 from minimegatron.training.dist_signal_handler import ENDING
 from tests.training.short_runs import MODEL, PP2
@@ -36,9 +38,14 @@ def test_ranks_have_time_to_save_and_the_signal_means_that():
 
 def test_the_recipes_signal_ends_the_run_with_a_checkpoint(tmp_path):
     number, _, options = recipe()
+    # An older torchrun lacks `--shutdown-timeout`, a still older one `--signals-to-handle` too: it
+    # passes on SIGTERM, not the recipe's signal. The recipe says so.
+    known = get_args_parser()._option_string_actions
+    if "--signals-to-handle" not in known:
+        number = signal.SIGTERM
     command = [TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     for name in ("--max-restarts", "--signals-to-handle", "--shutdown-timeout"):
-        command += [name, options[name]]
+        command += [name, options[name]] if name in known else []
     command += ["-m", "minimegatron.pretrain_gpt", *MODEL.split(), *PP2.split()]
     command += f"--train-iters 100000 --log-interval 1 --save {tmp_path}".split()
     with subprocess.Popen(
