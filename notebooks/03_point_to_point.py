@@ -151,7 +151,7 @@ programs = {
 draw_programs({title: (program, meet(program)) for title, program in programs.items()})
 
 # %% [markdown]
-# In the odd ring one message waits for a turn, but one rank that receives first is enough to get
+# In the odd ring two messages wait for a turn, but one rank that receives first is enough to get
 # everybody going. Now the same four programs on real ranks. Do those hang that were predicted to,
 # and only those?
 
