@@ -157,19 +157,21 @@ COLUMNS = {
 def rows_of(num_ranks: int, times: dict[str, Times]) -> list[dict]:
     """A row per way; megatron's overlap is judged against ours with the same buckets."""
     noise = results.gap(times[SAME].wall, times[SAME + "'"].wall)
-    off, least = times["ours: off"].median, times["compute only"].median
+    off = {name.partition(":")[0]: t.median for name, t in times.items() if name.endswith(": off")}
+    least = times["compute only"].median
     rows = []
     for name, measured in times.items():
         row = {
             "d": num_ranks,
             "way": name,
             "median_ms": measured.median * 1e3,
-            "to_off": measured.median / off,
+            "to_off": measured.median / off["ours"],
             "repetitions": len(measured.wall),
             "noise": noise,
         }
         if "layer" in name:
-            row["hidden"] = (off - measured.median) / (off - least)
+            own_off = off[name.partition(":")[0]]
+            row["hidden"] = (own_off - measured.median) / (own_off - least)
         if name.startswith("megatron"):
             rival = "ours: off" if name.endswith("off") else SAME
             row["ours"] = results.verdict(times[rival].median, measured.median, noise)

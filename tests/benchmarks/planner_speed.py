@@ -4,7 +4,7 @@ Run: python -m tests.benchmarks.planner_speed. Calls: `planner.plan`, `planner.s
 
 Interleaved 1F1B (1F1B for one chunk) from p = 4 to p = 64 stages. "plan" is every rank's order of
 actions, "simulate" their times with costs that differ from stage to stage. The exponent is that of
-a straight line through the logarithms, by least squares, over steps of 2,000 chunk passes and more:
+a straight line through the logarithms, by least squares, over sizes of 2,000 and more:
 1 means that twice the work takes twice the time.
 """
 

@@ -60,10 +60,11 @@ def benchmarks_page(folder: Path) -> str:
     if not kept or summary is None:
         return "".join([*parts, NOT_RUN])
     names = [name for name in TITLES if name in kept]
-    parts += _machine(kept[names[0]]["machine"])
+    machine = kept[names[0]]["machine"]
+    parts += _machine(machine)
     parts += _summary(summary)
     for name in names:
-        parts += _section(kept[name])
+        parts += _section(kept[name], machine)
     return "\n".join(parts) + "\n"
 
 
@@ -100,9 +101,10 @@ def _anchor(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _section(kept: dict[str, Any]) -> list[str]:
-    """Title, what is measured, the command, the tables, the pictures."""
-    name = kept["benchmark"]
+def _section(kept: dict[str, Any], machine: dict[str, str]) -> list[str]:
+    """Title, what is measured, the command, the tables, the pictures; the processor, if another."""
+    name, own = kept["benchmark"], kept["machine"]
+    where = "" if own["processor"] == machine["processor"] else f" on {own['processor']}"
     parts = [f"\n## {TITLES[name]} {{#{_anchor(name)}}}\n", f"{kept['title']}\n"]
     parts += [_about(kept["about"]), "```console", f"$ {kept['command']}", "```\n"]
     if not kept["tables"]:
@@ -118,8 +120,8 @@ def _section(kept: dict[str, Any]) -> list[str]:
             parts.append(f"{escaped(table['note'])}\n")
     for picture in kept["pictures"]:
         parts.append(f"![{escaped(kept['title'])}](benchmarks/{picture})\n")
-    where = f"benchmarks/{name}.json"
-    parts.append(f"Took {kept['seconds']:.0f} s; [all figures](<{where}>).\n")
+    file = f"benchmarks/{name}.json"
+    parts.append(f"Took {kept['seconds']:.0f} s{where}; [all figures](<{file}>).\n")
     return parts
 
 

@@ -4,8 +4,8 @@ Counterpart: `megatron.core.tensor_parallel.cross_entropy`.
 
 With x the logits and y the target, loss = log(sum_j exp(x_j - m)) - (x_y - m), m = max_j x_j. Three
 all-reduces of [s, b] suffice: m, x_y (held by one rank, zero elsewhere), and the sum of exponentials.
-The logits are the largest tensor of a language model, v/h times an activation; gathered, they would
-be t times larger still.
+The logits of a rank are large, v/(t h) times an activation; gathered, they would be t times larger
+still.
 """
 
 from typing import Any
