@@ -242,7 +242,7 @@ def reference_page(part: str, names: list[str]) -> str:
 def reference_index(parts: dict[str, list[str]]) -> str:
     """Every part, with its modules."""
     index = ["---\ntitle: Reference\n---\n", "# Reference\n"]
-    index.append("Signatures and docstrings of every public name, by package.\n")
+    index.append("Signatures and docstrings of public names, by package.\n")
     for part, names in parts.items():
         words = ", ".join(f"`{_bare(name)}`" for name in names)
         index.append(f"- [`minimegatron.{part}`]({part}.md): {words}")
