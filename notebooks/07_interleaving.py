@@ -179,8 +179,8 @@ assert [step(2, M=16, G=G).plan.peak_in_flight(0) for G in (4, 8, 16)] == [11, 1
 
 # %% [markdown]
 # Not while messages are free: the length is the same, and every further microbatch in the group
-# is one more to hold. What a larger G gives is time between a chunk's output and its use, for
-# messages that travel while the stage computes.
+# is one more to hold. Nor where they take time: what a larger G gives is time between the last stage
+# and the first.
 #
 # ## When messages eat it
 #

@@ -69,7 +69,7 @@ class Row:
     Attributes:
         total: of a microbatch: the sum of its tokens, or of its rows' means.
         factor: what the total is multiplied with.
-        count: the third value, number of tokens; None where the loss function returns two.
+        count: the second of three values, number of tokens; None where the loss function returns two.
         is_per_token: `calculate_per_token_loss`.
         gather: how log-probabilities cross context ranks: "sum" or "part", after what backward does; ""
             where each rank keeps the losses of its own tokens.
