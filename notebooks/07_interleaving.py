@@ -153,7 +153,7 @@ assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2, M=8).m
 # exchange before its neighbour has the gradient, and both wait.
 #
 # With separate, overlapped messages (`overlap_p2p_comm`) the short warm-up runs. While messages take
-# no time the step is as long, and a stage holds less. But the two forwards of warm-up for each stage
+# no time the step is as long, and most stages hold less. But the two forwards of warm-up for each stage
 # are also the time in which messages travel: as soon as they take time, the short warm-up makes the longer step. So
 # one exchange *needs* the 2, and with overlap the 2 hides messages' time. Megatron warms up so in both
 # modes.
@@ -179,8 +179,8 @@ assert [step(2, M=16, G=G).plan.peak_in_flight(0) for G in (4, 8, 16)] == [11, 1
 
 # %% [markdown]
 # Not while messages are free: the length is the same, and every further microbatch in the group
-# is one more to hold. Nor where they take time: what a larger G gives is time between the last stage
-# and the first.
+# is one more to hold. Nor when they take time, with overlap or without: warm-up and cool-down, where
+# messages are waited for, get longer.
 #
 # ## When messages eat it
 #

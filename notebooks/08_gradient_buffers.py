@@ -55,9 +55,9 @@ predict(
 # %% [markdown]
 # ## One stretch of memory
 #
-# `DistributedDataParallel` allocates one buffer for all gradients, and makes `param.main_grad` of
-# every parameter a view into it. To sum a stretch of the buffer is to sum all gradients in it,
-# without copying.
+# `DistributedDataParallel` allocates one buffer for this model's gradients, and makes
+# `param.main_grad` of every parameter a view into it. To sum a stretch of the buffer is to sum all
+# gradients in it, without copying.
 
 
 # %%

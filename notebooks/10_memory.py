@@ -17,7 +17,7 @@
 # **The question.** What fills a rank's memory, and how well can it be known before the job
 # starts?
 #
-# The planner has a model of it: a few formulas, which the calculator on the formulas page uses
+# The planner has a model of it: a few formulas, which the tour's calculator uses
 # too. Here real tensors are counted on real ranks and held against it.
 
 # %%
@@ -123,9 +123,9 @@ def measure_states():
 # %% [markdown]
 # ## Activations
 #
-# `ActivationMeter` sees every tensor that autograd keeps for backward. First the layers by
-# themselves: as they are, over two tensor-parallel ranks, with sequence parallelism too, and with
-# full recompute.
+# `ActivationMeter` sees every tensor but parameters that autograd keeps for backward. First the
+# layers by themselves: as they are, over two tensor-parallel ranks, with sequence parallelism too,
+# and with full recompute.
 
 # %%
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
@@ -357,14 +357,15 @@ for stage, found in enumerate(measured["recomputed"]):
 # ## Change it
 #
 # * Set `M = 2`. Which stages need less now? Set `M = 64`. Which need more?
-# * Give `measure_steps` `vp=2` beside `pp=RANKS`, and the plan `"interleaved"` with `vpp=2`.
-#   Predict the first stage's activations. (See notebook 07.)
+# * Give `measure_steps` `vp=2` beside `pp=RANKS`, and the model the plan `"interleaved"` with
+#   `vpp=2` and half of `one`, which is right but for the last stage. Predict the first stage's
+#   activations. (See notebook 07.)
 # * Set `"hidden_dropout": 0.1` in `MODEL`. How many bytes has a mask on this device?
 #
 # ## Where next
 #
-# * [Formulas](../docs/formulas.md): where 34 and 18 come from, and the calculator, for sizes that
-#   fill GPUs.
+# * [Formulas](../docs/formulas.md): where 34 and 18 come from; and
+#   [the calculator](../docs/tour/what-it-costs.md#calculator), for sizes that fill GPUs.
 # * [The distributed optimizer](../docs/tour/distributed-optimizer.md) in the tour, with exercise
 #   [ex14](../minimegatron/exercises/catalog/ex14_zero1_step/page.md). Exercise
 #   [ex18](../minimegatron/exercises/catalog/ex18_memory_cap/page.md) asks for a schedule under a memory cap.

@@ -374,8 +374,8 @@ assert TIMES["loss"][0] > 3  # more than any pair of layers
 #
 # ## Change it
 #
-# * The GPUs of a newer machine: set `PEAK = 989e12`, `NVLINK = 450e9`, `NETWORK = 50e9` in
-#   `costs` and compute `cuts` again, with `computing` divided by 3. Which price has grown most?
+# * The GPUs of a newer machine, 989 · 10¹²: set `NVLINK = 450e9`, `NETWORK = 50e9` in `costs`
+#   and compute `cuts` again, with `computing` divided by 3. Which price has grown most?
 # * 72 GPUs within one fast network: change `row.t <= 8` in `costs`. Does a larger t pay now? Mind
 #   the heads.
 # * Take a layer from the last stage's first chunk and give it to the MTP's:
@@ -385,7 +385,7 @@ assert TIMES["loss"][0] > 3  # more than any pair of layers
 #
 # ## Where next
 #
-# * [Formulas](../docs/formulas.md), with a calculator for your own sizes, and
+# * [A calculator](../docs/tour/what-it-costs.md#calculator) for your own sizes, and
 #   [layouts](../docs/tour/layouts.md).
 # * Exercises [ex17](../minimegatron/exercises/catalog/ex17_layouts/page.md) and
 #   [ex18](../minimegatron/exercises/catalog/ex18_memory_cap/page.md).

@@ -392,8 +392,8 @@ compare(stages_with_embedding=[rank for rank, found in enumerate(three) if found
 # and the output layer.
 #
 # Each copy gets another part of the gradient. After the last microbatch the parts are summed over the
-# stages that hold a copy, so that all copies stay the same. A stage that is left out of this sum goes
-# its own way, and nothing crashes.
+# stages that hold a copy, so that all copies stay the same. A stage that was left out of this sum
+# would go its own way; the package refuses it.
 #
 # And what do stages send? The MTP layer hands on h₁ *and* h₀, for the first loss needs h₀:
 
@@ -433,7 +433,7 @@ draw_models(
 # * Take the labels of the second loss without a roll: `loss_of(h1, labels)`, also in the sum. Do the
 #   assertions notice? What would such a model learn?
 # * In `step_with_autoscaler`, write `Attach.apply(...)` without `h0 =`. Which weights get no gradient
-#   at all? And is the reported loss another one?
+#   at all, so that the last line fails? Would the reported loss be another one?
 # * In a new cell, `MTP["mtp_num_layers"] = 2`, and `step_on_stages` with the layout `Et|tmm|L`. How
 #   long are the messages after m now? What does the second MTP layer predict?
 #

@@ -415,7 +415,7 @@ compare(times_as_large=sizes[256] / sizes[64])
 # * T5 with `--pipeline-model-parallel-split-rank 2` on three stages. How many tensors does each stage
 #   send? Draw the stages first.
 # * Give GPT `--num-layers 4 --num-layers-per-virtual-pipeline-stage 1` in `OWN`, two chunks on each
-#   stage. Which rows of the first table change?
+#   stage. The first assertion fails: what is new in `calls["GPT"]`?
 #
 # ## Where next
 #

@@ -525,8 +525,8 @@ assert captured["losses"] == eager["losses"]
 assert len({loss for losses in eager["losses"] for loss in losses}) == 2 * STEPS
 
 # %% [markdown]
-# In a replay no Python of the step runs. The list does not grow, a counter does not count, a hook is
-# not called. All the same the losses are right: each replay read the new samples, because the wrapper
+# In a replay no Python of the schedule runs. The list does not grow, a counter does not count, a hook
+# is not called. All the same the losses are right: each replay read the new samples, because the wrapper
 # had copied them to where the captured step reads.
 #
 # ## Results that are read late

@@ -449,7 +449,7 @@ compare(fewer_bytes="ring" if sent[2, "p2p"][0] < sent[2, "a2a"][0] else "all-to
 # The ring and the gather send keys and values, and nothing else in forward. With fewer groups of
 # heads that is less. The all-to-all sends queries and output too, so it gains less from groups. But
 # each rank sends only what the others need: with four ranks and no groups it sends half as much as
-# the ring.
+# the ring in forward.
 #
 # ## What a hop hides behind
 #
