@@ -161,7 +161,7 @@ COLUMNS = {
     "median_ms": ("median ms", ".1f"),
     "ideal_ms": ("ideal ms", ".1f"),
     "excess": ("excess", ".1%"),
-    "ratio_to_megatron": ("/ megatron", ".3f"),
+    "ratio_to_megatron": ("/ megatron's best", ".3f"),
     "noise": ("noise", ".1%"),
     "ours": ("ours against it", ""),
 }
