@@ -23,8 +23,8 @@ LISTS_OF_FORBIDDEN = {"exercises/grading/tools.py"}
 """Names there are what an exercise may not use."""
 
 OWNERS = {
-    "torch.Tensor": torch.Tensor,
     "torch.nn.Module": torch.nn.Module,
+    "torch.Tensor": torch.Tensor,
     "torch.optim.Optimizer": torch.optim.Optimizer,
     "torch.UntypedStorage": torch.UntypedStorage,
     "torch.distributed.ProcessGroup": torch.distributed.ProcessGroup,
