@@ -146,7 +146,7 @@ assert check(overlapped) == []
 assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2, M=8).makespan
 
 # %% [markdown]
-# In the steady state one call sends an activation and a gradient and receives one of each: four
+# In the steady state one call may send an activation and a gradient and receive one of each:
 # messages that begin and end together. A gradient therefore moves back one stage per *pair* of
 # forward and backward, as the activation moves one stage on; there and back takes twice as
 # many forwards. With one forward of warm-up for each stage instead of two, a stage comes to that

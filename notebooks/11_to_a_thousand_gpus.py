@@ -187,7 +187,7 @@ assert all(state_bytes(r) + activation_bytes(r, "selective", True) < 80e9 for r 
 # * **pipeline**: the bubble, (p − 1)/M of the computing time; and messages;
 # * **data**: one sum of all gradients over d copies.
 #
-# None of it is hidden here, so these are upper bounds; and the bubble is that of plain 1F1B.
+# None of it is hidden here, links run at full speed, and the bubble is that of plain 1F1B.
 # Kernels that do not reach the peak get what is left.
 
 

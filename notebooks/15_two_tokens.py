@@ -140,8 +140,8 @@ def loss_of(hidden, labels):
 #
 # Two microbatches, of one row each; more labels count in the first. There are two ways to weigh
 # tokens. Without the flag `calculate_per_token_loss` every *microbatch* weighs the same: each loss is
-# a mean, and the step has the mean of the means. With the flag every *token* weighs the same: there
-# are sums, and all is divided once by N, the tokens of the whole step.
+# a mean, and the step has the mean of the means. With the flag the first loss's *tokens* weigh the
+# same: there are sums, and all is divided once by N, the tokens of the whole step.
 
 # %%
 other = torch.tensor([2, 7, 1, 8, 2, 8, 1, 8, 2])

@@ -444,8 +444,8 @@ assert learned > 0.8 and shuffled < 0.3
 # * Build with `build(grpo_iterations=6)`, and train. How does the share of clipped tokens grow from one
 #   update to the next? Does it learn with fewer rollouts?
 # * Build with `grpo_kl_beta=0.5`. What does the policy give up, and what does it keep?
-# * Reward an answer's *length* instead: put a `Task` with another `reward` into `tasks.TASKS`. After
-#   how many updates does the model never end an answer?
+# * Reward an answer's *length* instead: `tasks.TASKS` gets a function that returns a `Task` with
+#   another `reward`. After how many updates does the model never end an answer?
 # * Build with `rl_default_temperature=2.0` between the rollout and `score()`. Which assertion fails?
 # * Leave the mask out of the loss: give `torch.ones_like(mask)` in `microbatches`. What is the model
 #   then taught about its prompts?
