@@ -602,8 +602,9 @@ for way, found in steps.items():
 #
 # * `M = 16`. Predict the exposed units of the combined step, then run. What else changes?
 # * Let the mlp take 6 units: `mlp=6` and `range(57)` on paper; in the run `"mlp_ms": 3 * node`, and
-#   twice `pace`'s first two numbers. From which length of an all-to-all is no more saved now? Which
-#   one sticks out first? (The assertion on what is saved will fail; the picture tells why.)
+#   twice `pace`'s first two numbers. From which length of an all-to-all does the time saved no
+#   longer grow? Which one sticks out first? (The assertion on what is saved will fail; the picture
+#   tells why.)
 # * In `MODEL`, `"moe_layer_freq": 2`: every second layer is dense. What is left to hide, and what
 #   is it hidden behind? (Which assertions fail, and are they wrong?)
 # * `"moe_token_dispatcher_type": "allgather"`. What does the package say, and why?

@@ -80,6 +80,8 @@ def test_1f1b_forward_only():
         *("F0.0", "send_forward", "recv_forward"),
         *("F1.0", "send_forward"),
     ]
+    # As in the loop: without a gradient to wait for, every forward warms up.
+    assert {a.phase for a in (*step.ranks[0], *step.ranks[1])} == {"warmup"}
 
 
 FOUR_WAY = "send_forward_backward_recv_forward_backward"

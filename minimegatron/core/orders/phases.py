@@ -42,8 +42,8 @@ def phase_counts(config: PlanConfig, rank: int) -> PhaseCounts | None:
     if config.schedule == GPIPE:
         return PhaseCounts(M, 0)
     if config.schedule == ONE_F_ONE_B:
-        waits = not config.forward_only  # else every forward is a warm-up forward
-        num_warmup = get_num_warmup_microbatches(config.pp_size, rank, M) if waits else M
+        needed = get_num_warmup_microbatches(config.pp_size, rank, M)
+        num_warmup = M if config.forward_only else needed
         return PhaseCounts(num_warmup, M - num_warmup)
     if config.schedule == COMBINED and config.pp_size == 1:
         return PhaseCounts(M if config.forward_only else 1, M - 1)
